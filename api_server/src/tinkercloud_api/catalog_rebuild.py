@@ -174,7 +174,7 @@ async def _add_run(
             session_id=model_id.session_id,
             owner=last.owner,
             base_model=last.base_model,
-            spec=spec.model_dump(mode="json"),
+            spec=spec.model_dump(mode="json", exclude_defaults=True),
             created_at=created,
             last_request_at=used,
             generation=last.generation if isinstance(last, SuspendedManifest) else _NO_HEAD,

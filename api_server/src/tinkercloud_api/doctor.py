@@ -13,7 +13,12 @@ import aiohttp
 import obstore
 
 from tinkercloud_api import preflight, state_folder
-from tinkercloud_api.catalog.database import CatalogUnreachableError, described, open_database
+from tinkercloud_api.catalog.database import (
+    CatalogUnreachableError,
+    check_revision,
+    described,
+    open_database,
+)
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.head_client import open_client
 from tinkercloud_api.models import ModelNotFoundError, resolve
@@ -242,6 +247,7 @@ async def _cluster(settings: Settings) -> CheckResult:
 
 async def _catalog(settings: Settings) -> CheckResult:
     try:
+        check_revision(settings.catalog_url)
         catalog = Catalog(open_database(settings.catalog_url))
     except CatalogUnreachableError as error:
         return CheckResult("catalog", is_good=False, detail=str(error))
@@ -280,8 +286,7 @@ async def _server(settings: Settings) -> CheckResult:
     if server is None:
         detail = f"no server uses {settings.state_dir}; select another folder with --state-dir"
         return CheckResult("server", is_good=True, detail=detail)
-    where = server.url or f"http://{settings.host}:{settings.port}"
-    url = f"{where}/healthz"
+    url = f"{server.url}/healthz"
     try:
         timeout = aiohttp.ClientTimeout(total=5)
         async with aiohttp.ClientSession(timeout=timeout) as client, client.get(url) as response:
@@ -290,5 +295,5 @@ async def _server(settings: Settings) -> CheckResult:
         detail = f"process {server.pid} is running, but {url} does not respond: {error}"
         return CheckResult("server", is_good=False, detail=detail)
     is_good = response.status == 200
-    detail = f"process {server.pid} at {where}: {content['status']}"
+    detail = f"process {server.pid} at {server.url}: {content['status']}"
     return CheckResult("server", is_good=is_good, detail=detail)

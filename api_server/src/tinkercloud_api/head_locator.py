@@ -260,9 +260,10 @@ class HeadLocator:
         knows_more = self._provider.may_have_journals(run.placement)
         if lost is not None and not knows_more:
             await self._require_resumable(run_id, run, lost)
-        spec = run.spec.model_copy(update={"resume_generation": lost}).model_dump_json()
+        spec = run.spec.model_copy(update={"resume_generation": lost})
+        body, path = spec.model_dump_json(exclude_defaults=True), f"{routes.HEAD_MODELS}/{run_id}"
         try:
-            await self._calls.put(endpoint, f"{routes.HEAD_MODELS}/{run_id}", spec, _RESUME_SECONDS)
+            await self._calls.put(endpoint, path, body, _RESUME_SECONDS)
         except StateLost:
             if lost is not None and knows_more:
                 # Its error names the checkpoint to resume from.
@@ -337,16 +338,8 @@ class HeadLocator:
     async def _register(self, endpoint: HeadEndpoint, sampler_id: str, spec: SamplerSpec) -> None:
         """Register a sampling session with a head."""
         path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
-        *newer, oldest = [
-            spec.model_dump_json(exclude_none=True, exclude=unknown)
-            for unknown in (set(), {"owner"}, {"owner", "saved_at"})
-        ]
-        for body in newer:
-            # Heads of earlier releases reject fields that they do not know.
-            with contextlib.suppress(InvalidRequest):
-                await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
-                return
-        await self._calls.put(endpoint, path, oldest, HEAD_CALL_SECONDS)
+        body = spec.model_dump_json(exclude_defaults=True)
+        await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadEndpoint:
         """Return the head that may hold the result of a sampling request, or can compute it again.

@@ -20,7 +20,7 @@ from obstore.exceptions import BaseError
 from tinkercloud_api import connections, preflight, state_folder
 from tinkercloud_api.app import Application
 from tinkercloud_api.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.database import check_revision, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.tables import now
 from tinkercloud_api.catalog_rebuild import has_checkpoints
@@ -73,8 +73,9 @@ def run(settings: Settings) -> None:
 
     Raises:
         PortTakenError: the port is not available.
-        StateFolderError: the state folder is unusable, or another server uses it.
-        CatalogUnreachableError: the catalog does not respond.
+        StateFolderError: the state folder is unusable or of a newer release, or another server uses
+            it.
+        CatalogUnreachableError: the catalog does not respond, or is of a newer release.
         ModelNotFoundError: a configured model is not on this machine and cannot be downloaded.
         CannotServeError: another setting can't work.
     """
@@ -82,6 +83,7 @@ def run(settings: Settings) -> None:
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     provider = _provider(settings)
     served = provider.models() if settings.provider == "local" else []
+    _check_versions(settings)
     _make_state_folder(settings)
     preflight.check(settings, {each.name: each.local_path or "" for each in served})
     app = Application(settings, provider)
@@ -137,6 +139,12 @@ def _url(settings: Settings, port: int) -> str:
     """Return the URL of the server for clients on this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _check_versions(settings: Settings) -> None:
+    """Refuse the state of a newer release before anything is written to its folder."""
+    state_folder.check_version(settings.state_dir)
+    check_revision(settings.catalog_url)
 
 
 def _make_state_folder(settings: Settings) -> None:

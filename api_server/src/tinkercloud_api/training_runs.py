@@ -134,7 +134,7 @@ class TrainingRuns:
         if admitted.restore_from not in {None, spec.restore_from}:
             path = CheckpointPath.parse(admitted.restore_from)
             await self.checkpoints.manifest(path, principal)
-        content = admitted.model_dump(mode="json")
+        content = admitted.model_dump(mode="json", exclude_defaults=True)
         new = TrainingRun(
             id=str(model_id),
             session_id=model_id.session_id,

@@ -25,9 +25,9 @@ class HeadCapacity:
 
     more_models: int | None = None
     """How many more models of that size would be admitted, counting the place of idle ones, up to
-    `MOST_REPORTED`; None without a model, or if the head is of an earlier release."""
-    held: tuple[str, ...] | None = None
-    """Ids of all models, idle ones too; None if the head is of an earlier release."""
+    `MOST_REPORTED`; None without a model."""
+    held: tuple[str, ...] = ()
+    """Ids of all models, idle ones too."""
     rank_bytes: int | None = None
     """Size of an adapter of rank 1 of all weights, with its gradient and moments; one of rank r is
     r times as large. None if it is unknown."""
@@ -38,7 +38,7 @@ class HeadCapacity:
     """Bytes of the place of idle models, taken or free; None if it is not limited."""
     device_bytes: int | None = None
     """Bytes for one model on the device if all that can leave had left it: a larger one is not
-    admitted. None if no model can leave, or if the head is of an earlier release."""
+    admitted. None if no model can leave."""
 
     @property
     def max_models(self) -> int | None:

@@ -10,7 +10,7 @@ Layout of `<root>/runs/<run id>/<kind>/<name>/`:
     optimizer.safetensors          AdamW moments, named like the weights  (kind `weights`)
     trainer_state.json             step counter                           (kind `weights`)
     gradient.safetensors           gradient that was not applied yet, float32, named like the
-                                   weights; if present, format 2          (kind `weights`)
+                                   weights                               (kind `weights`)
 
 Checkpoints of kind `weights` whose names start with `autosave-step-` are written by the head
 itself, which keeps the latest two. They have no gradient.
@@ -37,11 +37,11 @@ suspended itself deletes the folder first.
 file each. `head.json` names those of a suspended run; they are not copied.
 
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself
-(`checksum`, over all its other keys), so that damage is detected. Older manifests have no checksum;
-a `format_version` that came later (`unchecked_version`) must have one.
+(`checksum`, over all its other keys), so that damage is detected.
 
 Compatibility: readers ignore unknown keys; a change that an old reader would misread raises
-`format_version`, and readers reject unknown versions.
+`format_version`, and readers reject versions that they do not know (`releases.Versions`). The key
+`release` names the release that wrote the file.
 """
 
 import hashlib
@@ -55,6 +55,7 @@ from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.paths import MANIFEST_NAME, CheckpointPath, suspended_prefix
+from tinkercloud_protocol.releases import Versions, this_release
 from tinkercloud_protocol.training import OptimizerConfig
 from tinkercloud_protocol.wire import describe
 
@@ -70,8 +71,8 @@ HEAD_STATE = "head.json"
 BODIES = "bodies.bin"
 
 _CHECKSUM = "checksum"
-IMPORTED_VERSION: Literal[3] = 3
-"""`format_version` of imported adapters, whose factor older releases would ignore."""
+_RELEASE = "release"
+_VERSION = "format_version"
 _MAX_LINEAGE = 8
 
 
@@ -103,15 +104,14 @@ class CheckpointManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    unchecked_version: ClassVar[int] = 2
-    format_version: Literal[1, 2, 3] = 1
-    """2 if there is a gradient, which older releases would drop silently; 3 if the adapter was
-    imported."""
+    versions: ClassVar[Versions] = Versions(1, 3)
+    format_version: int = versions.newest
+    """1 and 2 differ from 3 in nothing but the number, which said whether there was a gradient."""
     tinker_path: str
     owner: str
     base_model: str
     base_fingerprint: str | None = None
-    """`BaseFingerprint` of the model that was trained; absent in old checkpoints."""
+    """`BaseFingerprint` of the model that was trained; absent if the head did not know it."""
     lora: LoraConfig | None
     """None for a fully fine-tuned model."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -157,8 +157,8 @@ class SuspendedManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    unchecked_version: ClassVar[int] = 1
-    format_version: Literal[1] = 1
+    versions: ClassVar[Versions] = Versions(1, 1)
+    format_version: int = versions.newest
     run_id: str
     generation: str
     """Generation of the head that wrote the state."""
@@ -195,12 +195,8 @@ class SuspendedManifest(BaseModel):
 class Manifest(Protocol):
     """What a file with a checksum describes."""
 
-    unchecked_version: ClassVar[int]
-    """The last format whose files may lack a checksum."""
-
-    @property
-    def format_version(self) -> int:
-        """Number of its format."""
+    versions: ClassVar[Versions]
+    """The versions of its format that this release reads."""
 
     def model_dump(self, *, mode: Literal["json"]) -> dict[str, Any]:
         """Return its fields."""
@@ -214,8 +210,8 @@ ManifestT = TypeVar("ManifestT", bound=Manifest)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the encoded manifest, including its checksum."""
-    fields = manifest.model_dump(mode="json")
+    """Return the encoded manifest, including this release and its checksum."""
+    fields = {**manifest.model_dump(mode="json"), _RELEASE: this_release()}
     return orjson.dumps({**fields, _CHECKSUM: _checksum(fields)}, option=orjson.OPT_INDENT_2)
 
 
@@ -228,30 +224,50 @@ def decode_manifest(model: type[ManifestT], content: bytes, name: str) -> Manife
         name: Name of the checkpoint in error messages.
 
     Raises:
-        InvalidRequest: The manifest is damaged, or was written by a newer release.
+        InvalidRequest: The manifest is damaged, or a newer release wrote it.
     """
     try:
         fields = orjson.loads(content)
+        check_version(model, fields, name)
         manifest = model.model_validate_json(content)
     except ValidationError as error:
         raise InvalidRequest(
-            f"{name} can't be read: its manifest is damaged or was written by a newer release"
-            f" ({describe(error)}); upgrade the server, or use another checkpoint"
+            f"{name} can't be read: its manifest is damaged ({describe(error)}); use another"
+            " checkpoint"
         ) from None
     except ValueError:
         raise InvalidRequest(
             f"{name} can't be read: its manifest is damaged (it is not JSON)"
         ) from None
     checksum = fields.pop(_CHECKSUM, None)
-    if checksum is not None and checksum != _checksum(fields):
+    if checksum != _checksum(fields):
+        how = "lacks" if checksum is None else "differs from"
         raise InvalidRequest(
-            f"{name} can't be read: its manifest is damaged (it differs from its checksum)"
-        )
-    if checksum is None and manifest.format_version > model.unchecked_version:
-        raise InvalidRequest(
-            f"{name} can't be read: its manifest is damaged (it lacks its checksum)"
+            f"{name} can't be read: its manifest is damaged (it {how} its checksum)"
         )
     return manifest
+
+
+def check_version(model: type[Manifest], fields: object, name: str) -> None:
+    """Check that this release reads the version that the fields of a manifest name.
+
+    Args:
+        model: Type of the manifest.
+        fields: Its fields, as decoded from JSON. Without a version they are checked by `model`.
+        name: Name of the checkpoint, or of what else has the manifest, in error messages.
+
+    Raises:
+        InvalidRequest: It has another version, which the message names, like those it may have.
+    """
+    found = fields.get(_VERSION) if isinstance(fields, dict) else None
+    if not isinstance(found, int):
+        return
+    release = fields.get(_RELEASE) if isinstance(fields, dict) else None
+    writer = release if isinstance(release, str) else None
+    if why := model.versions.refusal(f"its {MANIFEST_NAME}", found, writer):
+        raise InvalidRequest(
+            f"{name} can't be read: {why}, or a checkpoint or backup that this release wrote"
+        )
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -267,9 +283,8 @@ def suspended_key(run_id: str) -> str:
 def base_mismatch(saved: CheckpointManifest | SuspendedManifest, served: str | None) -> str | None:
     """Return how the base model of a saved run differs from the served one, as a sentence.
 
-    Returns None if it does not differ, or if this is unknown, as for runs that were saved before
-    fingerprints were recorded. A fully fine-tuned model needs none of the base model's weights, but
-    the same computation.
+    Returns None if it does not differ, or if this is unknown. A fully fine-tuned model needs none
+    of the base model's weights, but the same computation.
 
     Args:
         saved: CheckpointManifest of the run's checkpoint.

@@ -19,13 +19,13 @@ class ForgetResults(_Message):
     """Drop only results that were read at least this long ago."""
 
 
-class Forgotten(_Message):
+class Forgotten(_Message, extra="ignore"):
     """Response to POST /forget_results."""
 
     num_results: int
 
 
-class ModelSuspended(_Message):
+class ModelSuspended(_Message, extra="ignore"):
     """Response to POST /suspend_model/<model id>."""
 
     is_suspended: bool

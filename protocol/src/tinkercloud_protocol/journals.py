@@ -13,7 +13,7 @@ Without a snapshot, the journal starts with the creation of the model.
 
 import shutil
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +21,7 @@ from tinkercloud_protocol.checkpoints import decode_manifest
 from tinkercloud_protocol.errors import InvalidRequest, Unavailable
 from tinkercloud_protocol.launch import ModelSpec
 from tinkercloud_protocol.paths import run_prefix
+from tinkercloud_protocol.releases import Versions
 
 _MANIFEST = "manifest.json"
 
@@ -30,8 +31,8 @@ class Deaths(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    unchecked_version: ClassVar[int] = 1
-    format_version: Literal[2] = 2
+    versions: ClassVar[Versions] = Versions(2, 2)
+    format_version: int = versions.newest
     deaths: dict[int, int]
     """How many heads ended while they repeated a request, by the request's number."""
 
@@ -41,8 +42,8 @@ class JournalManifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
 
-    unchecked_version: ClassVar[int] = 1
-    format_version: Literal[1, 2] = 2
+    versions: ClassVar[Versions] = Versions(2, 2)
+    format_version: int = versions.newest
     run_id: str
     generations: list[str]
     """Generations of the heads whose state the journal has, oldest first."""
@@ -75,7 +76,7 @@ def read_manifest(root: Path, run_id: str) -> JournalManifest | None:
 
     Raises:
         OSError: the disk can't be read.
-        InvalidRequest: the manifest is damaged, or has the format of another release.
+        InvalidRequest: the manifest is damaged, or a newer release wrote it.
     """
     try:
         content = manifest_path(root, run_id).read_bytes()

@@ -4,7 +4,9 @@ The launcher of a head (the API server's LocalProvider, the operator's pod build
 configuration as one JSON file, and the head reads it. Secrets are passed by file path only.
 
 Compatibility: `version` is increased when an old reader would misread the file. Unknown keys are
-rejected, so that a setting without effect is not mistaken for one that works.
+rejected, so that a setting without effect is not mistaken for one that works; defaults are left
+out, so that a head of the release before rejects only what it can't do. Of answers, unknown keys
+are ignored. `HEAD_PROTOCOL` numbers all of this, and the requests to heads.
 """
 
 from typing import Annotated, Literal, Self
@@ -18,7 +20,12 @@ from tinkercloud_protocol.engine_scaling import EngineScaling
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.image_limits import ImageLimits
 from tinkercloud_protocol.loss_limits import LossLimits
+from tinkercloud_protocol.releases import Versions, this_release
 from tinkercloud_protocol.training import OptimizerConfig
+
+HEAD_PROTOCOL = Versions(1, 1)
+"""Versions of the protocol between heads and what calls them that this release speaks. It is raised
+when a head or an API server of the release before would misread a request or an answer."""
 
 
 class _Config(BaseModel):
@@ -425,21 +432,28 @@ class ModelSpec(_Config):
 class SamplerSpec(_Config):
     """PUT /samplers/<sampling session id>: the weights that the session samples from."""
 
-    owner: str = ""
-    """Owner whose limits the session's samples and results count towards. Absent if the API server
-    predates these limits."""
+    owner: str
+    """Owner whose limits the session's samples and results count towards."""
     model_path: str | None = None
     """`tinker://` path of the weights. If absent, the session samples from the base model."""
     saved_at: AwareDatetime | None = None
     """`created_at` of the checkpoint at that path when the session was created. A checkpoint that
-    was saved there later is not used. Absent if it was not recorded."""
+    was saved there later is not used. Absent if the base model is sampled."""
 
 
-class HeadStatus(_Config, extra="ignore"):
-    """GET /status: the state of the head, which may be of a later release and say more."""
+class _Answer(_Config, extra="ignore"):
+    """An answer of a head, which may be of a later release and say more."""
+
+
+class HeadStatus(_Answer):
+    """GET /status: the state of the head."""
 
     head: str
     generation: str
+    release: str = "before 0.1.0"
+    """The release of the head."""
+    protocol: Versions = Versions(0, 0)
+    """The versions of `HEAD_PROTOCOL` that it speaks."""
     model_name: str
     base_fingerprint: str | None = None
     """`fingerprints.BaseFingerprint` of the served model. Absent if it is unknown."""
@@ -461,14 +475,14 @@ class HeadStatus(_Config, extra="ignore"):
     not survive, although they should, because the disk fails."""
 
 
-class Saved(_Config):
+class Saved(_Answer):
     """Response to POST /checkpoint."""
 
     checkpoints: list[str]
     """`tinker://` paths, one per model."""
 
 
-class HeldModel(_Config):
+class HeldModel(_Answer):
     """A model of a head, and its memory usage."""
 
     model_id: str
@@ -495,7 +509,25 @@ class HeldModel(_Config):
         return self.model_bytes + self.sampler_bytes + self.result_bytes
 
 
-class HeldModels(_Config):
+class HeldModels(_Answer):
     """Response to GET /models."""
 
     models: list[HeldModel]
+
+
+def protocol_refusal(status: HeadStatus, ours: Versions = HEAD_PROTOCOL) -> str | None:
+    """Return why this release and a head can't talk to each other; None if they can.
+
+    They use the newest version that both speak.
+
+    Args:
+        status: what the head says.
+        ours: the versions that this release speaks.
+    """
+    theirs = status.protocol
+    if theirs.oldest <= ours.newest and ours.oldest <= theirs.newest:
+        return None
+    return (
+        f"session head {status.head!r} is of release {status.release} and speaks {theirs} of the"
+        f" head protocol, but this API server is of release {this_release()} and speaks {ours}"
+    )

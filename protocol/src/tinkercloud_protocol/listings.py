@@ -408,7 +408,7 @@ class CheckpointInfo(Answer):
     size_bytes: int
     public: bool
     base_model: str | None = None
-    """None for checkpoints that an earlier release indexed. SDKs before 0.39 ignore it."""
+    """None for checkpoints that can't be read. SDKs before 0.39 ignore it."""
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
     damage: str | None = None

@@ -24,12 +24,14 @@ import struct
 import zlib
 from collections.abc import Iterable
 
+import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tinkercloud_protocol.checkpoints import SuspendedManifest
+from tinkercloud_protocol.checkpoints import SuspendedManifest, check_version
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.journals import JournalManifest
 from tinkercloud_protocol.paths import run_prefix
+from tinkercloud_protocol.wire import describe
 
 FOLDER = "journals"
 """Folder of all shared journals in the checkpoint store."""
@@ -90,7 +92,7 @@ def decode(content: bytes | memoryview, name: str) -> tuple[Header, memoryview]:
         name: its name in error messages.
 
     Raises:
-        InvalidRequest: the header is damaged, or was written by a newer release.
+        InvalidRequest: the header is damaged, or a newer release wrote it.
     """
     if len(content) < _FIELDS.size:
         raise InvalidRequest(f"{name} is damaged: it has {len(content)} bytes, and no header")
@@ -98,10 +100,15 @@ def decode(content: bytes | memoryview, name: str) -> tuple[Header, memoryview]:
     described = bytes(content[_FIELDS.size : _FIELDS.size + length])
     if len(described) < length or zlib.crc32(described) != checksum:
         raise InvalidRequest(f"{name} is damaged: its header differs from its checksum")
+    fields = orjson.loads(described)
+    check_version(JournalManifest, fields.get("manifest"), name)
+    check_version(SuspendedManifest, (fields.get("base") or {}).get("snapshot"), name)
     try:
         header = Header.model_validate_json(described)
-    except ValidationError:
-        raise InvalidRequest(f"{name} can't be read: a newer release wrote it") from None
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"{name} is damaged: its header is incomplete ({describe(error)})"
+        ) from None
     return header, memoryview(content)[_FIELDS.size + length :]
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import alembic.autogenerate
-import alembic.command
 import pytest
 import structlog
 from alembic.migration import MigrationContext
 from pydantic import SecretStr
 from sqlalchemy import Connection
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api import auth
 from tinkercloud_api.access_tokens import AccessTokens
@@ -21,10 +19,10 @@ from tinkercloud_api.activity import Activity
 from tinkercloud_api.app import register_bootstrap_key
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
 from tinkercloud_api.catalog import database
-from tinkercloud_api.catalog.database import migrate, migration_config, open_database
+from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import ApiKey, SamplingSession, Session, Table, TrainingRun
+from tinkercloud_api.catalog.tables import ApiKey, Session, Table, TrainingRun
 from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol.checkpoints import CheckpointManifest
@@ -87,64 +85,6 @@ async def test_the_migrations_make_the_tables(database_url: str) -> None:
 
     async with engine.connect() as connection:
         assert await connection.run_sync(difference) == []
-    await engine.dispose()
-
-
-async def downgrade(engine: AsyncEngine, revision: str) -> None:
-    def undo(connection: Connection) -> None:
-        config = migration_config()
-        config.attributes["connection"] = connection
-        alembic.command.downgrade(config, revision)
-
-    async with engine.begin() as connection:
-        await connection.run_sync(undo)
-
-
-async def test_the_migrations_can_be_undone(database_url: str) -> None:
-    engine = open_database(database_url)
-    await migrate(engine)
-
-    await downgrade(engine, "base")
-
-    await migrate(engine)
-    assert await Catalog(engine).keys() == []
-    await engine.dispose()
-
-
-async def test_rows_survive_a_migration_and_its_undoing(
-    catalog: Catalog, database_url: str
-) -> None:
-    await catalog.add_session(a_session())
-    made = await catalog.add_run(a_run())
-    engine = open_database(database_url)
-
-    await downgrade(engine, "0001")
-    await migrate(engine)
-
-    run = await catalog.run(made.id)
-    assert run is not None
-    assert (run.created_at, run.is_swept) == (made.created_at, False)
-    await engine.dispose()
-
-
-async def test_a_session_of_an_older_catalog_does_not_say_which_checkpoint_it_was_made_from(
-    catalog: Catalog, database_url: str
-) -> None:
-    await catalog.add_session(a_session())
-    row = SamplingSession(id="s:sample:0", session_id="s", owner="me", base_model="m")
-    row.model_path, row.saved_at = str(PATH), datetime(2026, 1, 1, microsecond=1, tzinfo=UTC)
-    assert (await catalog.add_sampler(row)).saved_at == row.saved_at
-    noted = await catalog.sampler(row.id)
-    assert noted is not None
-    assert noted.saved_at == row.saved_at
-    engine = open_database(database_url)
-
-    await downgrade(engine, "0002")
-    await migrate(engine)
-
-    older = await catalog.sampler(row.id)
-    assert older is not None
-    assert (older.model_path, older.saved_at) == (str(PATH), None)
     await engine.dispose()
 
 
@@ -392,20 +332,6 @@ async def test_a_key_made_by_the_command_is_rotated_once_it_is_configured(
     await configure_key(catalog, new_key(), tmp_path)
 
     assert not await is_accepted(catalog, made)
-
-
-async def test_a_bootstrap_key_of_an_earlier_release_is_rotated_too(
-    catalog: Catalog, database_url: str, tmp_path: Path
-) -> None:
-    old = await add_key(catalog, name="bootstrap", owner="bootstrap", role=Role.ADMIN)
-    engine = open_database(database_url)
-    await downgrade(engine, "0003")
-    await migrate(engine)
-    await engine.dispose()
-
-    await configure_key(catalog, new_key(), tmp_path)
-
-    assert not await is_accepted(catalog, old)
 
 
 async def test_objects_of_other_owners_are_visible_only_to_admins(catalog: Catalog) -> None:

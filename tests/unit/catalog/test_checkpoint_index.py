@@ -69,7 +69,7 @@ class World:
         """Write a checkpoint of one file, as a head does."""
         await obstore.put_async(self.store, f"{manifest.path.prefix}/f", b"content")
         key = manifest.path.manifest_key
-        await obstore.put_async(self.store, key, manifest.model_dump_json().encode())
+        await obstore.put_async(self.store, key, encode_manifest(manifest))
 
     async def save(self, name: str, **changes: object) -> CheckpointManifest:
         """Record a pending checkpoint, write it, and refresh the index."""
@@ -82,9 +82,9 @@ class World:
     async def save_of_a_newer_format(self, name: str) -> None:
         """Record a pending checkpoint, and write it in the format of a later release."""
         await self.checkpoints.record_pending(path(name), "me")
-        content = a_manifest(path(name)).model_dump_json()
-        newer = content.replace('"format_version":1', '"format_version":99')
-        await obstore.put_async(self.store, path(name).manifest_key, newer.encode())
+        content = encode_manifest(a_manifest(path(name)))
+        newer = content.replace(b'"format_version": 3', b'"format_version": 99')
+        await obstore.put_async(self.store, path(name).manifest_key, newer)
 
     async def age(self, name: str, by: timedelta) -> None:
         """Move the time of a save request into the past."""
@@ -473,7 +473,7 @@ async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
 async def test_a_damaged_manifest_is_rejected_with_a_reason(world: World) -> None:
     await world.save_of_a_newer_format("newer")
 
-    with pytest.raises(InvalidRequest, match="newer release"):
+    with pytest.raises(InvalidRequest, match="has version 99"):
         await world.checkpoints.manifest(path("newer"), ME)
 
 
@@ -575,7 +575,7 @@ async def test_an_unreadable_checkpoint_is_listed_with_the_reason_until_it_is_de
         infos = {info.checkpoint_id: info for info in await world.checkpoints.of_run("s:train:0")}
         assert set(infos) == {"weights/older", "weights/newer"}
         assert infos["weights/older"].damage is None
-        assert "damaged or was written by a newer release" in (infos["weights/newer"].damage or "")
+        assert "its manifest.json has version 99" in (infos["weights/newer"].damage or "")
         best = latest(list(infos.values()), CheckpointKind.TRAINING)
         assert best is not None
         assert best.checkpoint_id == "weights/older"

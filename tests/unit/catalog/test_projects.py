@@ -1,17 +1,15 @@
-"""Projects in the catalog: members, what becomes of labels, and what lists show."""
+"""Projects in the catalog: members, deleted ones, and what lists show."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
-import alembic.command
 import pytest
-from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.access_tokens import AccessTokens
 from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
-from tinkercloud_api.catalog.database import migrate, migration_config, open_database
+from tinkercloud_api.catalog.database import migrate, open_database
 from tinkercloud_api.catalog.projects import Claim
 from tinkercloud_api.catalog.statements import Page
 from tinkercloud_api.catalog.store import Catalog
@@ -46,7 +44,7 @@ def a_session(name: str, owner: str, project_id: str | None) -> Session:
 
 
 async def add_label(catalog: Catalog, name: str, owner: str, label: str) -> None:
-    """Record a session as an earlier release did, with a text that is no project."""
+    """Record a session with an id that is no project, as after the project was deleted."""
     await catalog.ensure_session(a_session(name, owner, label))
 
 
@@ -296,37 +294,6 @@ async def test_a_project_that_is_deleted_never_has_a_session_that_is_created_at_
         is_kept = await catalog.project(name) is not None
         assert type(error) is (InvalidRequest if is_kept else NotFound)
         assert (await catalog.session(f"s{number}") is not None) is is_kept
-
-
-async def test_a_label_of_one_owner_becomes_a_project_and_one_of_several_shares_nothing(
-    engine: AsyncEngine, catalog: Catalog
-) -> None:
-    def undo(connection: Connection) -> None:
-        config = migration_config()
-        config.attributes["connection"] = connection
-        alembic.command.downgrade(config, "0011_rest")
-
-    async with engine.begin() as connection:
-        await connection.run_sync(undo)
-        insert = text(
-            "INSERT INTO sessions (id, owner, created_at, last_heartbeat_at, sdk_version,"
-            " project_id, tags, user_metadata) VALUES (:id, :owner, '2026-01-01', '2026-01-01',"
-            " '1', :project, '[]', '{}')"
-        )
-        for name, owner, project in (
-            ("a1", "ann", "own"),
-            ("a2", "ann", "own"),
-            ("a3", "ann", "both"),
-            ("b1", "bob", "both"),
-        ):
-            await connection.execute(insert, {"id": name, "owner": owner, "project": project})
-    await migrate(engine)
-
-    assert [row.id for row in await catalog.projects(None, PAGE)] == ["own"]
-    assert await catalog.memberships("ann") == {"own": "admin"}
-    shared = await catalog.session("a3")
-    assert shared is not None
-    assert (shared.project_id, shared.project) == ("both", None)
 
 
 async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catalog) -> None:

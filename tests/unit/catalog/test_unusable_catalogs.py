@@ -19,32 +19,66 @@ def keys(*arguments: str, state_dir: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-async def test_a_catalog_of_a_newer_release_is_refused_unchanged(database_url: str) -> None:
-    engine = open_database(database_url)
+UNRELEASED = (
+    "has revision 0012_projects, of a tree before release 0.1.0, which no release reads; {},"
+    " which lists runs and checkpoints again, and then create keys, users and projects"
+)
+
+
+async def at_revision(url: str, revision: str) -> None:
+    """Make a catalog that has a revision of another release."""
+    engine = open_database(url)
     await migrate(engine)
     async with engine.begin() as connection:
-        await connection.execute(text("UPDATE alembic_version SET version_num = '0099_future'"))
-
-    with pytest.raises(CatalogUnreachableError, match="a newer release has migrated the catalog"):
-        await migrate(engine)
-
-    async with engine.connect() as connection:
-        found = await connection.scalar(text("SELECT version_num FROM alembic_version"))
-    assert found == "0099_future"
+        setting = text("UPDATE alembic_version SET version_num = :revision")
+        await connection.execute(setting, {"revision": revision})
     await engine.dispose()
+
+
+async def refusal(url: str) -> str:
+    """Return why a catalog is refused, once it is certain that its revision was kept."""
+    engine = open_database(url)
+    query = text("SELECT version_num FROM alembic_version")
+    async with engine.connect() as connection:
+        before = await connection.scalar(query)
+    with pytest.raises(CatalogUnreachableError) as refused:
+        await migrate(engine)
+    async with engine.connect() as connection:
+        assert await connection.scalar(query) == before
+    await engine.dispose()
+    return str(refused.value)
+
+
+async def test_a_catalog_of_a_newer_release_is_refused_unchanged(database_url: str) -> None:
+    await at_revision(database_url, "9.0.0_quotas")
+
+    assert (await refusal(database_url)).endswith(
+        "has revision 9.0.0_quotas, and release 0.1.0 reads revisions up to 0.1.0; use release"
+        " 9.0.0 or newer, or restore a backup from before the upgrade"
+    )
+
+
+async def test_a_catalog_from_before_the_first_release_names_the_command_that_replaces_it(
+    database_url: str,
+) -> None:
+    await at_revision(database_url, "0012_projects")
+
+    moved = (
+        "move the file and those with its name and -wal or -shm away, and run `tinkercloud catalog"
+        " rebuild`"
+    )
+    emptied = "use an empty database, and run `tinkercloud catalog rebuild`"
+    what_to_do = moved if database_url.startswith("sqlite") else emptied
+    assert (await refusal(database_url)).endswith(UNRELEASED.format(what_to_do))
 
 
 async def test_a_command_refuses_a_newer_catalog_in_a_sentence(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
-    await migrate(engine)
-    async with engine.begin() as connection:
-        await connection.execute(text("UPDATE alembic_version SET version_num = '0099_future'"))
-    await engine.dispose()
+    await at_revision(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}", "9.0.0")
 
     refused = keys("keys", "list", state_dir=tmp_path)
 
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: database_url: a newer release has migrated")
+    assert "has revision 9.0.0, and release 0.1.0" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
 
 

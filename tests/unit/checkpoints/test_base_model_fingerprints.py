@@ -117,7 +117,9 @@ async def test_weights_are_loaded_into_a_running_model_and_sampled_only_on_their
         body = {"model_id": str(CHILD), "seq_id": 1, "path": SAVED, "optimizer": False}
         head.service.submit(requests.receive_json(routes.LOAD_WEIGHTS, orjson.dumps(body)))
         result = await head.service.retrieve(f"{CHILD}:1")
-        head.service.register_sampler(SamplingSessionId("s", 3), SamplerSpec(model_path=SAVED))
+        head.service.register_sampler(
+            SamplingSessionId("s", 3), SamplerSpec(owner="me", model_path=SAVED)
+        )
         drawn = await head.service.retrieve(head.sample(3, 1))
 
     assert result is not None

@@ -229,7 +229,7 @@ async def test_queued_samples_count_with_the_size_of_their_targets(tmp_path: Pat
     limits = Limits(max_queued_bytes=10_000)
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=limits) as head:
         service = head.service
-        service.register_sampler(SamplingSessionId("s", 0), SamplerSpec())
+        service.register_sampler(SamplingSessionId("s", 0), SamplerSpec(owner="me"))
         first, second = (
             service.prepare(a_sample(n, 2, target_prompt_logprobs=empty_targets(1, 1000)))
             for n in range(2)

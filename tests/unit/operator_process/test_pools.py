@@ -610,19 +610,6 @@ async def test_a_run_whose_head_did_not_answer_may_have_been_given_away(
     assert placed(operator) == ("pool-a", "pool-b")
 
 
-async def test_a_run_stays_if_the_head_is_of_a_release_that_cannot_give_it_away(
-    operator: Operator,
-) -> None:
-    see_a_drained_cluster(operator)
-    operator.heads.results.put_nowait(SaveResult(None, is_unsupported=True))
-
-    with operator.working():
-        await reached(lambda: bool(operator.heads.requests))
-        await reached(lambda: placed(operator) == ("pool-a", None))
-
-    assert len(operator.heads.requests) == 1
-
-
 @pytest.mark.parametrize("writes", range(4))
 @pytest.mark.parametrize(
     ("moving_to", "drained", "place"),

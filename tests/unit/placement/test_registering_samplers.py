@@ -1,4 +1,4 @@
-"""Sampling sessions are registered with heads, including heads of earlier releases."""
+"""Sampling sessions are registered with heads."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -83,28 +83,3 @@ async def test_a_head_receives_the_save_time_of_a_checkpoint(
         SamplerSpec(owner="me", model_path=PATH, saved_at=SAVED_AT),
         SamplerSpec(owner="me", model_path=PATH),
     ]
-
-
-async def test_heads_of_earlier_releases_receive_only_fields_that_they_know(
-    locator: HeadLocator, head: Head
-) -> None:
-    head.fields.remove("owner")
-    for index in range(3):
-        await locator.head_of_sampler(f"s:sample:{index}")
-    received = [
-        SamplerSpec(),
-        SamplerSpec(model_path=PATH, saved_at=SAVED_AT),
-        SamplerSpec(model_path=PATH),
-    ]
-    assert head.received == received
-
-
-async def test_a_head_that_knows_only_the_path_receives_only_the_path(
-    locator: HeadLocator, head: Head
-) -> None:
-    head.fields -= {"owner", "saved_at"}
-
-    for index in range(3):
-        await locator.head_of_sampler(f"s:sample:{index}")
-
-    assert head.received == [SamplerSpec(), *[SamplerSpec(model_path=PATH)] * 2]

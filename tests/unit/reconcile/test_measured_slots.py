@@ -69,7 +69,6 @@ def facts_of(*sessions: Any, measured: Mapping[str, HeadMemory], **pool: int) ->
         deleting=frozenset(),
         given_away=frozenset(),
         taken_back=frozenset(),
-        keeping=frozenset(),
         failed={},
         now=NOW,
         measured=measured,
@@ -241,12 +240,6 @@ def test_a_model_that_is_being_created_is_not_counted_twice() -> None:
 
     assert memory is not None
     assert memory.most_models == 4
-
-
-def test_what_a_head_of_an_earlier_release_says_counts_as_before() -> None:
-    memory = head_memory(a_status(["one"], HeadCapacity(1, 10, 0, 30, more_models=3)), None)
-
-    assert memory == HeadMemory(4, None)
 
 
 @pytest.mark.parametrize("before", [None, HeadMemory(4)])

@@ -28,7 +28,6 @@ def pause(attempts: int, *, is_refused: bool = True) -> float | None:
         deleting=frozenset(),
         given_away=frozenset(),
         taken_back=frozenset(),
-        keeping=frozenset(),
         failed={("run", "head"): FailedSave("full", attempts, NOW, is_refused)},
         now=NOW,
     )

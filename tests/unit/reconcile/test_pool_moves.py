@@ -88,7 +88,6 @@ def test_a_cluster_on_a_cordoned_node_is_suspended_if_the_others_have_no_room() 
     assert not emptied(clusters, [*runs, *members("b", POOL.slots)])
     assert not emptied([clusters[0], a_cluster("b", is_ready=False)], runs)
     assert not emptied([clusters[0], a_cluster("b", is_cordoned=True)], runs)
-    assert not emptied([replace(clusters[0], gives_away=False), clusters[1]], runs)
     assert emptied(clusters, [*runs, *members("b", POOL.slots - 1)])
 
 
@@ -227,14 +226,6 @@ def test_samplers_are_moved_without_asking_their_head() -> None:
     moves = plan([a_cluster("a", is_draining=True), a_cluster("b")], [sampler]).moves
 
     assert (moves.ask, moves.arrive) == ((), {"s": "b"})
-
-
-def test_a_head_that_cannot_give_runs_away_keeps_them() -> None:
-    clusters = [a_cluster("a", is_draining=True, gives_away=False), a_cluster("b")]
-
-    kept = plan(clusters, [*members("a", 1), *members("a", 2, moving_to="b")[1:]])
-
-    assert (kept.moves.start, kept.moves.cancel) == ({}, ("a-run-1",))
 
 
 def test_a_run_that_its_head_could_not_give_away_stays_until_it_is_asked_again() -> None:

@@ -95,7 +95,6 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
             has_failed=draw(rarely),
             is_suspended=draw(rarely),
             is_draining=draw(rarely),
-            gives_away=draw(st.sampled_from([True, True, False])),
             most_sessions=draw(st.sampled_from([None, None, 1, 2, 9])),
         )
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))

@@ -171,7 +171,7 @@ async def test_evicted_weights_of_a_checkpoint_are_loaded_again(
     await head.begin()
     head.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, path="x")
     path = orjson.loads(await head.answer(1))["path"]
-    head.service.register_sampler(CHECKPOINT, SamplerSpec(model_path=path))
+    head.service.register_sampler(CHECKPOINT, SamplerSpec(owner="me", model_path=path))
     drawn = await head.drawn(CHECKPOINT.index, 0)
     [first] = published
     await publish(head, 2, 3, 4)

@@ -114,7 +114,7 @@ def as_an_older_head_did(
 async def test_samples_of_an_ended_session_are_cancelled(store: Path, tmp_path: Path) -> None:
     with a_head(store.as_uri(), tmp_path, "g1") as head:
         for index in range(2):
-            head.service.register_sampler(SamplingSessionId("s", index), SamplerSpec())
+            head.service.register_sampler(SamplingSessionId("s", index), SamplerSpec(owner="me"))
         cancelled = [head.sample(0, 0, max_tokens=500)]
         await asyncio.sleep(0.1)
         cancelled.append(head.sample(0, 1, max_tokens=500))
@@ -139,7 +139,7 @@ async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_pa
         path = orjson.loads(await head.answer(1))["path"]
         folder = store / "runs" / str(MODEL) / "sampler_weights" / "x"
         shutil.move(folder, tmp_path / "away")
-        head.service.register_sampler(SESSION, SamplerSpec(model_path=path))
+        head.service.register_sampler(SESSION, SamplerSpec(owner="me", model_path=path))
 
         failed = await head.service.retrieve(head.sample(0, 0))
         shutil.move(tmp_path / "away", folder)
@@ -161,7 +161,10 @@ async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_pat
         head.send(routes.SAVE_WEIGHTS, 2, **saved)
         assert b"error" not in await head.answer(2)
         second = await head.backend.store.manifest(CheckpointPath.parse(path))
-        spec, others = SamplerSpec(model_path=path), (SamplingSessionId("s", i) for i in (1, 2))
+        spec, others = (
+            SamplerSpec(owner="me", model_path=path),
+            (SamplingSessionId("s", i) for i in (1, 2)),
+        )
         head.service.register_sampler(
             SESSION, spec.model_copy(update={"saved_at": first.created_at})
         )
@@ -196,7 +199,7 @@ async def test_a_full_fine_tune_is_sampled_in_the_compute_dtype(
         samplers = Samplers(replace(head.backend, config=config))
         monkeypatch.setattr(head.backend.sampler, "publish", publish)
 
-        samplers.register(SESSION, SamplerSpec(model_path=path))
+        samplers.register(SESSION, SamplerSpec(owner="me", model_path=path))
         async with samplers.sampling(SESSION):
             [sampled] = published
 

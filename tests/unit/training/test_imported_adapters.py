@@ -60,7 +60,6 @@ def read(folder: Path, base: Path) -> tuple[LoraConfig, WeightsSnapshot]:
     config = peft.read_config(json.loads((folder / "adapter_config.json").read_text()))
     start = content[: peft.header_bytes(content)]
     manifest = CheckpointManifest(
-        format_version=3,
         tinker_path="tinker://s:train:0/weights/a",
         owner="me",
         base_model="tiny",

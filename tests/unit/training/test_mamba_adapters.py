@@ -10,13 +10,11 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.families import ONE_BY_ONE
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -73,14 +71,3 @@ def test_peft_loads_what_was_trained_and_computes_the_same(family: str, tmp_path
         targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
         theirs = torch.log_softmax(logits, -1).gather(1, targets)[:, 0]
         np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
-
-
-def test_an_adapter_of_an_earlier_release_is_refused_with_the_reason() -> None:
-    layout = TensorLayout([TensorSpec("a.in_proj.lora_A.weight", (2, 3))])
-    tensors = {
-        "a.in_proj.lora_A.weight": torch.zeros(2, 3),
-        "a.mamba.out_proj.lora_A.weight": torch.zeros(2, 3),
-    }
-
-    with pytest.raises(InvalidRequest, match="earlier releases also adapted out_proj"):
-        layout.check(tensors, "the checkpoint")

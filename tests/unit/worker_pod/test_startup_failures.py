@@ -1,5 +1,7 @@
 """A head that fails to load its engine writes the reason where Kubernetes reads it."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.launch import BaseModelSource, HeadConfig
+from tinkercloud_worker.run_head import read_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,3 +36,27 @@ def test_a_head_without_its_model_writes_the_reason_in_one_line(tmp_path: Path) 
     assert ended.returncode != 0
     assert line.startswith("failed to load the engine: ")
     assert ABSENT in line
+
+
+def test_a_head_that_does_not_know_a_new_setting_says_so_in_a_sentence(tmp_path: Path) -> None:
+    reason, file = tmp_path / "reason", tmp_path / "head.json"
+    config = HeadConfig(
+        head="h",
+        model=BaseModelSource(name="tiny", path=""),
+        token_file="",
+        checkpoint_root="",
+        scratch_dir="",
+        reason_file=str(reason),
+    )
+    later = {**json.loads(config.model_dump_json(exclude_defaults=True)), "mood": "good"}
+    file.write_text(json.dumps(later))
+
+    with pytest.raises(SystemExit) as ended:
+        read_config(file)
+
+    assert reason.read_text() == f"{ended.value}\n"
+    assert re.fullmatch(
+        r"a head of release 0\.1\.0 does not understand its configuration \(mood: .*\); use an"
+        r" image of the release that wrote it, or of the one before without its new settings",
+        str(ended.value),
+    )

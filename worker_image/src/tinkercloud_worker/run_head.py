@@ -12,9 +12,11 @@ from functools import cache, partial
 from pathlib import Path
 from types import FrameType
 
+import orjson
 import structlog
 import torch
 import uvicorn
+from pydantic import ValidationError
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
@@ -22,6 +24,8 @@ from tinkercloud_protocol import descriptors
 from tinkercloud_protocol.journals import run_ids
 from tinkercloud_protocol.launch import HeadConfig, Listen
 from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.releases import this_release
+from tinkercloud_protocol.wire import describe
 from tinkercloud_worker import logs
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_sampler import build_sampler, check_model
@@ -220,6 +224,27 @@ async def serve(config: HeadConfig, nursery: Nursery) -> bool:
     return not lifecycle.has_failed
 
 
+def read_config(file: Path) -> HeadConfig:
+    """Return the configuration of the head.
+
+    Raises:
+        SystemExit: this release does not understand it; the launcher can read why.
+    """
+    content = file.read_bytes()
+    try:
+        return HeadConfig.model_validate_json(content)
+    except ValidationError as error:
+        reason = (
+            f"a head of release {this_release()} does not understand its configuration"
+            f" ({describe(error)}); use an image of the release that wrote it, or of the one before"
+            " without its new settings"
+        )
+        where = orjson.loads(content).get("reason_file")
+        if where is not None:
+            Path(where).write_text(f"{reason}\n")
+        raise SystemExit(reason) from None
+
+
 def main() -> None:
     """Run the head; its configuration file is the only argument.
 
@@ -230,7 +255,7 @@ def main() -> None:
     nursery = Nursery.forked()
     logs.configure()
     descriptors.raise_limit()
-    config = HeadConfig.model_validate_json(Path(sys.argv[1]).read_bytes())
+    config = read_config(Path(sys.argv[1]))
     if not config.generation:
         config = config.model_copy(update={"generation": secrets.token_hex(8)})
     structlog.contextvars.bind_contextvars(head=config.head, generation=config.generation)

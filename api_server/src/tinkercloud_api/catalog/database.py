@@ -1,6 +1,9 @@
 """Connection to the catalog database, and its schema migrations."""
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
+from urllib.parse import quote
 
 import alembic.command
 import alembic.config
@@ -12,6 +15,8 @@ from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingErr
 from sqlalchemy.exc import TimeoutError as NoConnectionFreeError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry
+
+from tinkercloud_protocol.releases import this_release
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATION_LOCK = int.from_bytes(b"tinker")
@@ -27,10 +32,14 @@ NO_ANSWER = (DBAPIError, NoConnectionFreeError, OSError)
 
 _DAMAGE = ("database disk image is malformed", "file is not a database")
 """SQLite's messages for a damaged file."""
-_REPAIR = (
-    "; restore a backup, or move the file and those with its name and -wal or -shm away, and run"
-    " `tinkercloud catalog rebuild`"
+_REBUILD = (
+    "move the file and those with its name and -wal or -shm away, and run `tinkercloud catalog"
+    " rebuild`"
 )
+_REBUILD_ELSEWHERE = "use an empty database, and run `tinkercloud catalog rebuild`"
+_REPAIR = f"; restore a backup, or {_REBUILD}"
+_BEFORE_RELEASES = "00"
+"""How the revisions of catalogs begin that trees before release 0.1.0 made."""
 
 
 class CatalogUnreachableError(Exception):
@@ -92,26 +101,47 @@ def migration_config() -> alembic.config.Config:
     return config
 
 
+def check_revision(url: str) -> None:
+    """Check that this release can use the catalog in a file, without writing to its folder.
+
+    A file that is missing or no catalog is accepted, and so is a database on a server: `migrate`
+    checks it before it changes it.
+
+    Raises:
+        CatalogUnreachableError: the catalog is one of another release.
+    """
+    parsed = make_url(url)
+    file = Path(parsed.database or "")
+    if parsed.get_backend_name() != "sqlite" or not file.is_file():
+        return
+    # Opening a file in another way creates those of the write-ahead log next to it.
+    log = file.with_name(f"{file.name}-wal")
+    how = "mode=ro" if log.exists() else "mode=ro&immutable=1"
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(file))}?{how}", uri=True)) as connection:
+            rows = connection.execute("SELECT version_num FROM alembic_version").fetchall()
+    except sqlite3.Error:
+        return
+    _require_known({str(row[0]) for row in rows}, parsed)
+
+
 async def migrate(engine: AsyncEngine) -> None:
     """Migrate the schema to the current version, without a timeout. Replicas migrate in turn.
 
     Raises:
-        CatalogUnreachableError: the database does not respond or is damaged, or a newer release has
-            migrated it; nothing was changed.
+        CatalogUnreachableError: the database does not respond or is damaged, or it is the catalog
+            of another release; nothing was changed.
     """
     where = engine.url.render_as_string(hide_password=True)
+    check_revision(engine.url.render_as_string(hide_password=False))
 
     def upgrade(connection: Connection) -> None:
         if connection.dialect.name == "postgresql":
             lock = text("SELECT pg_advisory_xact_lock(:number)")
             connection.execute(lock, {"number": _MIGRATION_LOCK})
+        found = MigrationContext.configure(connection).get_current_heads()
+        _require_known(set(found), engine.url)
         config = migration_config()
-        if unknown := _unknown_revisions(connection, config):
-            raise CatalogUnreachableError(
-                f"database_url: a newer release has migrated the catalog at {where} (to revision"
-                f" {', '.join(sorted(unknown))}, which this release does not have); run that"
-                " release, or restore a backup from before the upgrade"
-            )
         config.attributes["connection"] = connection
         alembic.command.upgrade(config, "head")
 
@@ -135,8 +165,29 @@ def described(error: BaseException) -> str:
     return reason + (_REPAIR if any(text in reason for text in _DAMAGE) else "")
 
 
-def _unknown_revisions(connection: Connection, config: alembic.config.Config) -> set[str]:
-    """Return the revisions of a database that this release does not have."""
-    scripts = ScriptDirectory.from_config(config)
-    known = {script.revision for script in scripts.walk_revisions()}
-    return {*MigrationContext.configure(connection).get_current_heads()} - known
+def _require_known(found: set[str], url: URL) -> None:
+    """Check the revisions of a catalog.
+
+    Raises:
+        CatalogUnreachableError: this release does not have one of them.
+    """
+    scripts = ScriptDirectory.from_config(migration_config())
+    unknown = sorted(found - {script.revision for script in scripts.walk_revisions()})
+    if not unknown:
+        return
+    where = url.render_as_string(hide_password=True)
+    revision = ", ".join(unknown)
+    if unknown[0].startswith(_BEFORE_RELEASES):
+        is_file = url.get_backend_name() == "sqlite"
+        other = _REBUILD if is_file else _REBUILD_ELSEWHERE
+        raise CatalogUnreachableError(
+            f"database_url: the catalog at {where} has revision {revision}, of a tree before"
+            f" release 0.1.0, which no release reads; {other}, which lists runs and checkpoints"
+            " again, and then create keys, users and projects"
+        )
+    release = unknown[0].partition("_")[0]
+    raise CatalogUnreachableError(
+        f"database_url: the catalog at {where} has revision {revision}, and release"
+        f" {this_release()} reads revisions up to {scripts.get_current_head()}; use release"
+        f" {release} or newer, or restore a backup from before the upgrade"
+    )

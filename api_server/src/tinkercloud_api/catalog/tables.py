@@ -189,7 +189,7 @@ class Session(Table):
     sdk_version: Mapped[str]
     display_name: Mapped[str | None]
     project_id: Mapped[str | None] = mapped_column(index=True)
-    """The project, or a label of an earlier release, under which there is no project."""
+    """The project, or the id of one that was deleted."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, str]]
     project: Mapped[str | None] = column_property(
@@ -258,7 +258,7 @@ class SamplingSession(Table):
     """The run whose weights it uses, if they were not saved under a name."""
     saved_at: Mapped[datetime | None]
     """When the checkpoint at `model_path` was saved; a checkpoint saved there later is a different
-    one. None also in rows of earlier releases, which did not record it."""
+    one. None without such a checkpoint."""
     created_at: Mapped[datetime] = mapped_column(default=now)
     project: Mapped[str | None] = column_property(_project_of_session(session_id))
     """The project of its session, as `Session.project`; not set in rows that were just added."""
@@ -282,7 +282,7 @@ class Checkpoint(Table):
     """Creation time in the manifest; None as long as there is no manifest and no checkpoint."""
     size_bytes: Mapped[int | None] = mapped_column(BigInteger)
     base_model: Mapped[str | None]
-    """None in rows of earlier releases, which did not record it."""
+    """None as long as there is no manifest."""
     user_metadata: Mapped[dict[str, str] | None]
     expires_at: Mapped[datetime | None]
     is_public: Mapped[bool] = mapped_column(default=False)

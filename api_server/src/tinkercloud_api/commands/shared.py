@@ -81,7 +81,7 @@ def server_url(base_url: str | None, state_dir: Path | None = None) -> str:
             )
         return base_url.rstrip("/")
     running = state_folder.running_server(read_settings(state_dir=state_dir).state_dir)
-    return ((running.url if running is not None else None) or DEFAULT_URL).rstrip("/")
+    return (running.url if running is not None else DEFAULT_URL).rstrip("/")
 
 
 def request(

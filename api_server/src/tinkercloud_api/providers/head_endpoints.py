@@ -19,7 +19,8 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.client import Client
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.launch import HeadStatus, protocol_refusal
 
 log = structlog.get_logger(__name__)
 
@@ -70,6 +71,7 @@ class HeadEndpoints:
 
         Raises:
             HeadUnresponsive: the head does not respond, or its token does not exist.
+            Unavailable: this release and the head's do not speak the same protocol.
             ClusterUnreachable: the token cannot be read now.
             ClusterRefused: reading the token is not permitted.
         """
@@ -89,6 +91,11 @@ class HeadEndpoints:
         if not token:
             raise HeadUnresponsive(f"Secret {secret} has no entry {labels.TOKEN_KEY!r}")
         status = await self._status(ready.endpoint, token)
+        if why := protocol_refusal(status):
+            raise Unavailable(
+                f"{why}; upgrade the one that is older: API servers with their chart, a head by"
+                f" suspending and resuming TrainingSession {session.name}"
+            )
         endpoint = HeadEndpoint(ready.endpoint, token, status.generation)
         self._cached[session.name] = _Cached(session.uid, ready.incarnation, endpoint)
         if endpoint not in self._leases:

@@ -241,6 +241,10 @@ class KubernetesProvider:
                 continue
             except errors.KubernetesError as error:
                 raise wire_error(error) from None
+            except Unavailable as error:
+                # Polls for results report it as what they wait for.
+                self._last_errors[name] = error.message
+                raise
             self._last_errors.pop(name, None)
             if endpoint is not None:
                 return endpoint

@@ -43,7 +43,13 @@ from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.providers.head_progress import describe, weight_bytes
 from tinkercloud_api.settings import Settings
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
+from tinkercloud_protocol.launch import (
+    BaseModelSource,
+    HeadConfig,
+    HeadStatus,
+    Listen,
+    protocol_refusal,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -162,6 +168,7 @@ class LocalHead:
             await self._wait_until_ready(endpoint, self._process)
         finally:
             reporting.cancel()
+        await self._check_protocol(endpoint, self._process)
         self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
         self._write_secret("head.json", json.dumps(asdict(record)))
@@ -264,6 +271,18 @@ class LocalHead:
             )
         raise HeadFailed(f"{failed} because it exited: {reason or self._last_line(code)}")
 
+    async def _check_protocol(
+        self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
+    ) -> None:
+        """Stop a new head whose installation was replaced by that of another release meanwhile."""
+        status = HeadStatus.model_validate_json(await self._get(endpoint, routes.HEAD_STATUS))
+        if why := protocol_refusal(status):
+            process.kill()
+            await process.wait()
+            raise HeadFailed(
+                f"{why}; restart the server, which was installed again since it started"
+            )
+
     def _stated_reason(self) -> str | None:
         """Return why the head has ended itself; None if it has not said so."""
         with contextlib.suppress(FileNotFoundError):
@@ -314,6 +333,9 @@ class LocalHead:
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return False
         if status.generation != record.generation:
+            return False
+        if why := protocol_refusal(status):
+            log.info("replacing a running session head", model=self._model.name, reason=why)
             return False
         log.info("took over a running session head", model=self._model.name, pid=record.pid)
         self._adopted(endpoint)
@@ -428,8 +450,7 @@ def _pid_in(content: str, file: Path) -> int | None:
         HeadFailed: the file is damaged. Another process would be stopped in place of the head.
     """
     pid, _, checksum = content.partition(" ")
-    # Releases without checksums wrote the number alone.
-    if pid.isdecimal() and checksum in {"", _checksum(int(pid))}:
+    if pid.isdecimal() and checksum == _checksum(int(pid)):
         return int(pid)
     if not content:
         return None

@@ -13,10 +13,6 @@ from tinkercloud_protocol.asgi import Message, Send
 from tinkercloud_protocol.futures import JSON, PENDING_STATUS
 
 _FAILURE = b'{"error":'
-_OLD_HEAD = (
-    "the session head is of an earlier release, which has this result only as protobuf: use the SDK"
-    " to retrieve it, or try again when the head has been replaced"
-)
 _STATUS_OF_CATEGORY = {"user": HTTPStatus.BAD_REQUEST}
 """Statuses of failures by their category; 503 for all others."""
 
@@ -46,7 +42,7 @@ class Answer:
         has_more = bool(message.get("more_body"))
         if self._is_passed_on:
             await self.pass_on(self._taken(), has_more=has_more)
-        elif self._start["status"] != HTTPStatus.OK or not self._is_json():
+        elif self._start["status"] != HTTPStatus.OK:
             if not has_more:
                 await self._end()
         elif len(self._kept) >= len(_FAILURE) and not self._kept.startswith(_FAILURE):
@@ -64,18 +60,12 @@ class Answer:
         elif status != HTTPStatus.OK:
             await self.client(self._start)
             await self.client({"type": "http.response.body", "body": body})
-        elif not self._is_json():
-            await self.respond({"detail": _OLD_HEAD}, HTTPStatus.SERVICE_UNAVAILABLE)
         elif body.startswith(_FAILURE):
             failure = orjson.loads(body)
             await self.failed(str(failure["error"]), str(failure["category"]))
         else:
             await self.begin(self._start)
             await self.pass_on(body, has_more=False)
-
-    def _is_json(self) -> bool:
-        kinds = [value for name, value in self._start["headers"] if name == b"content-type"]
-        return all(value.startswith(JSON.encode()) for value in kinds)
 
     def _taken(self) -> bytes:
         taken, self._kept = self._kept, b""

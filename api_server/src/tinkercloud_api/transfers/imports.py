@@ -33,7 +33,6 @@ from tinkercloud_protocol.adapter_fit import BaseWeights
 from tinkercloud_protocol.checkpoints import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
-    IMPORTED_VERSION,
     CheckpointManifest,
     ImportedAdapter,
     StoredFile,
@@ -137,7 +136,6 @@ class Imports:
     def _draft(self, base_model: str, owner: str, name: str) -> CheckpointManifest:
         run_id = str(ModelId(new_session_id(), 0))
         return CheckpointManifest(
-            format_version=IMPORTED_VERSION,
             tinker_path=str(CheckpointPath(run_id, CheckpointKind.TRAINING, name)),
             owner=owner,
             base_model=self.training_runs.served(base_model).name,

@@ -94,7 +94,7 @@ class StoredRuns:
                 session_id=session.id,
                 owner=manifest.owner,
                 base_model=manifest.base_model,
-                spec=spec.model_dump(mode="json"),
+                spec=spec.model_dump(mode="json", exclude_defaults=True),
                 user_metadata=None,
                 generation=STORED,
                 deleted_at=moment,

@@ -47,7 +47,7 @@ class HeadMemory:
     """How many models it holds at most: those it has, and more of the size of the largest. None if
     it has had no model yet."""
     capacity: HeadCapacity | None = None
-    """What it says of models of other sizes; None if its release does not."""
+    """What it says of models of other sizes; None if it does not know the size of an adapter."""
 
 
 def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | None:
@@ -61,9 +61,8 @@ def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | N
     if capacity is None:
         return before
     # The status may count a model that is being created, which the capacity does not know yet.
-    held = status.models if capacity.held is None else capacity.held
-    known = capacity if capacity.held is not None and capacity.rank_bytes is not None else None
+    known = capacity if capacity.rank_bytes is not None else None
     if capacity.more_models is not None:
-        return HeadMemory(len(held) + capacity.more_models, known)
+        return HeadMemory(len(capacity.held) + capacity.more_models, known)
     most = before.most_models if before is not None else None
     return HeadMemory(most, known) if (most, known) != (None, None) else None

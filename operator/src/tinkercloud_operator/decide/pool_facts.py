@@ -62,7 +62,6 @@ def pool_facts(
     deleting: Set[str],
     given_away: Set[tuple[str, str]],
     taken_back: Set[tuple[str, str]],
-    keeping: Set[str],
     failed: Mapping[tuple[str, str], FailedSave],
     now: datetime,
     cordoned: Set[str] = frozenset(),
@@ -78,7 +77,6 @@ def pool_facts(
         deleting: uids of clusters whose deletion was requested, whether it is visible yet or not.
         given_away: sessions whose models heads have given away, with the head's incarnation.
         taken_back: sessions whose models they have taken back.
-        keeping: incarnations of heads that can't give models away.
         failed: failures to give models away, by session and the head's incarnation.
         now: the current time.
         cordoned: clusters that have pods on cordoned nodes.
@@ -91,7 +89,7 @@ def pool_facts(
     is_active = "deletionTimestamp" not in metadata
     listed = sorted(sessions, key=age)
     clusters = [
-        replace(_cluster(each, deleting, keeping), is_cordoned=each["metadata"]["name"] in cordoned)
+        replace(_cluster(each, deleting), is_cordoned=each["metadata"]["name"] in cordoned)
         for each in listed
         if is_of_pool(each)
     ]
@@ -143,7 +141,7 @@ def _pending(
     cluster: str, members: Sequence[Member], capacity: HeadCapacity | None
 ) -> Mapping[str, int]:
     """Return the ranks of the runs of a cluster that its head did not hold when it measured."""
-    held = frozenset((capacity.held if capacity is not None else None) or ())
+    held = frozenset(capacity.held if capacity is not None else ())
     return {
         each.name: each.rank
         for each in members
@@ -163,7 +161,7 @@ def _pool(offer: BaseModelSpec | None) -> Pool | None:
     return pool_of(offer)
 
 
-def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluster:
+def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
     metadata, ready = session["metadata"], condition(session, ConditionType.READY)
     status = session.get("status", {})
     is_ready = ready.get("status") == "True" and not session["spec"].get("suspend")
@@ -184,7 +182,6 @@ def _cluster(session: Manifest, deleting: Set[str], keeping: Set[str]) -> Cluste
         unused_since=max(moment for moment in moments if moment is not None),
         is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
         is_draining=metadata.get("annotations", {}).get(labels.DRAIN) == "true",
-        gives_away=status.get("incarnation") not in keeping,
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
         # The message may name runs of other owners.

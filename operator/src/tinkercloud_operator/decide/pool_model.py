@@ -36,8 +36,6 @@ class Cluster:
     is_cordoned: bool = False
     """Whether it has pods on a cordoned node, so that it is suspended unless its sessions can be
     moved to others."""
-    gives_away: bool = True
-    """Whether its head is of a release that can give a model away while it is in use."""
     most_sessions: int | None = None
     """How many sessions fit by what its head has measured; None if that is unknown."""
     capacity: HeadCapacity | None = None

@@ -63,7 +63,7 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
     moving = [each for each in facts.members if _is_moving(each, clusters)]
-    cancel = [each for each in moving if _stays(each, clusters, facts.now)]
+    cancel = [each for each in moving if _stays(each, facts.now)]
     leaving = [each for each in moving if each not in cancel]
     stranded = [each for each in leaving if not _has_target(each, clusters)]
     room = max(0, MAX_MOVES - len(leaving))
@@ -140,11 +140,9 @@ def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]
         load[target] -= 1
 
 
-def _stays(member: Member, clusters: Mapping[str, Cluster], now: datetime) -> bool:
+def _stays(member: Member, now: datetime) -> bool:
     """Return whether the head of a member's cluster keeps it, or has taken it back."""
-    if (_is_returning(member) and member.is_back) or _is_refused(member, now):
-        return True
-    return not (member.has_left or clusters[member.cluster or ""].gives_away)
+    return (_is_returning(member) and member.is_back) or _is_refused(member, now)
 
 
 def _is_refused(member: Member, now: datetime) -> bool:
@@ -197,7 +195,7 @@ def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list
 
 def _gives(source: Cluster) -> bool:
     """Return whether the head of a cluster can be asked to give sessions away."""
-    return source.is_ready and source.is_usable and source.gives_away
+    return source.is_ready and source.is_usable
 
 
 def _movable(facts: PoolFacts, source: Cluster) -> list[Member]:
@@ -243,7 +241,7 @@ def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
     source = min(lasting, key=lambda each: (load[each.name], each.name))
     members = _movable(facts, source)
     on_it = [each for each in facts.members if each.cluster == source.name]
-    if not on_it or any(each.waits_since is None for each in on_it) or not source.gives_away:
+    if not on_it or any(each.waits_since is None for each in on_it):
         return None
     others = [each for each in lasting if each is not source]
     margin = pool.spare_slots + max(1, pool.slots // 4)

@@ -99,7 +99,7 @@ def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
 
     They are placed there only if no other cluster has a slot.
     """
-    left = {each.name for each in facts.clusters if each.is_left and each.gives_away}
+    left = {each.name for each in facts.clusters if each.is_left}
     return sum(cluster in left for cluster in places.values())
 
 

@@ -50,8 +50,6 @@ class SaveResult:
     """The result of a completed save."""
 
     latest_checkpoint: str | None
-    is_unsupported: bool = False
-    """Whether the head is of a release that does not know the request; it has done nothing."""
 
 
 class SaveFailed(Exception):
@@ -161,12 +159,7 @@ class HeadClient:
     async def _give_away(self, request: GiveAway) -> SaveResult:
         token = await self._token(request.cluster)
         url = f"{request.url}{routes.HEAD_MOVE_MODEL}/{quote(request.model_id)}"
-        try:
-            await self._call("POST", url, token)
-        except aiohttp.ClientResponseError as error:
-            if error.status == HTTPStatus.NOT_FOUND:
-                return SaveResult(latest_checkpoint=None, is_unsupported=True)
-            raise
+        await self._call("POST", url, token)
         return SaveResult(latest_checkpoint=None)
 
     async def _take_back(self, request: TakeBack) -> SaveResult:

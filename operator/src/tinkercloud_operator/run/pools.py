@@ -95,7 +95,6 @@ class Pools:
             deleting=self._deleting,
             given_away=self._heads_that(_GIVE_AWAY, model_name),
             taken_back=self._heads_that(_TAKE_BACK, model_name),
-            keeping=self._head_saver.unsupported,
             failed=self._failures(model_name),
             now=now,
             cordoned={

@@ -35,8 +35,6 @@ class HeadSaver:
         """With the session's name."""
         self._completed: dict[str, Mapping[SaveKey, str | None]] = {}
         self._failed: dict[str, Mapping[SaveKey, FailedSave]] = {}
-        self.unsupported: set[str] = set()
-        """Incarnations of heads that can't give models away."""
 
     def completed(self, session: str) -> Mapping[SaveKey, str | None]:
         """Return a session's completed saves, each with its checkpoint, if it created one."""
@@ -104,10 +102,7 @@ class HeadSaver:
             return
         failed = {other: each for other, each in self.failed(session).items() if other != key}
         self._failed[session] = failed
-        if result.is_unsupported:
-            self.unsupported.add(request.incarnation)
-        else:
-            self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}
+        self._completed[session] = {**self.completed(session), key: result.latest_checkpoint}
         self._on_saved(session)
 
     def _record_failure(self, session: str, key: SaveKey, failure: SaveFailed) -> None:

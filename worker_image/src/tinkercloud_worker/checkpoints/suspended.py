@@ -86,12 +86,12 @@ class HeadState(_Part):
     samples: list[Span]
     """Unfinished sampling requests."""
     samplers: list[StoredSampler]
-    evicted: list[EvictedSampler] = []
-    keys: Mapping[str, int] = {}
+    evicted: list[EvictedSampler]
+    keys: Mapping[str, int]
     """Numbers of the requests that were sent without one, by idempotency key."""
-    unsaved_changes: int = 1
-    """Number of changes that are in no training checkpoint; 1 if an older head wrote the state."""
-    latest_checkpoint: str | None = None
+    unsaved_changes: int
+    """Number of changes that are in no training checkpoint."""
+    latest_checkpoint: str | None
     """Path of the latest training checkpoint, automatic ones included."""
 
 

@@ -226,8 +226,6 @@ class Operations:
         manifest = self.checkpoints.manifest(
             path, state.step, request.ttl_seconds, request.user_metadata, request.seq_id
         )
-        if gradient is not None:
-            manifest = manifest.model_copy(update={"format_version": 2})
         encode = partial(formats.encode_training, state, gradient, manifest.base_model)
         uploading = self.checkpoints.upload(manifest, encode, overwrite=request.overwrite)
         if request.ttl_seconds is None:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from tinkercloud_protocol import futures
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_protocol.launch import HEAD_PROTOCOL, HeadStatus
+from tinkercloud_protocol.releases import this_release
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.live_model import LiveModel, latest_checkpoint
 from tinkercloud_worker.head.sample import Sample
@@ -38,6 +39,8 @@ def head_status(
     return HeadStatus(
         head=config.head,
         generation=config.generation,
+        release=this_release(),
+        protocol=HEAD_PROTOCOL,
         model_name=config.model.name,
         base_fingerprint=backend.base_fingerprint,
         ready=not is_draining,

@@ -68,8 +68,7 @@ class JournalFolder:
         self._folder.mkdir(parents=True, exist_ok=True)
         staged = self._folder / f"manifest.{uuid.uuid4().hex}"
         with staged.open("wb") as file:
-            # A manifest that an earlier release wrote gets a checksum too.
-            file.write(encode_manifest(manifest.model_copy(update={"format_version": 2})))
+            file.write(encode_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
         staged.replace(journals.manifest_path(self.root, self.run_id))
@@ -97,8 +96,7 @@ class JournalFolder:
     def deaths(self) -> dict[int, int]:
         """Return how many heads ended while they repeated a request, by the request's number.
 
-        A damaged file says nothing, nor does one of a release without checksums: then all start
-        from 0.
+        A damaged file says nothing, nor does one of a newer release: then all start from 0.
         """
         try:
             content = (self._folder / _DEATHS).read_bytes()

@@ -23,6 +23,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire import describe
 
 _MAGIC = b"TJ"
 _FIELDS = struct.Struct("<2sQII")
@@ -111,8 +112,8 @@ def _record(index: int, payload: memoryview, name: str, start: int) -> Record:
     body = _CHECKSUM.size + size
     try:
         entry = Entry.model_validate_json(bytes(payload[_CHECKSUM.size : body]))
-    except ValidationError:
-        raise _damaged(name, start, "a newer release wrote it") from None
+    except ValidationError as error:
+        raise _damaged(name, start, describe(error)) from None
     return Record(index, entry, bytes(payload[body:]))
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tinkercloud_protocol.errors import InvalidRequest
 
-MAMBA_OUTPUT = "out_proj"
-"""Leaf name of the last matrix of a Mamba layer."""
 _PART = 4096
 """Elements of a flat vector whose squares are summed in float32."""
 
@@ -83,11 +81,6 @@ class TensorLayout:
         extra = sorted(tensors.keys() - self._places.keys())
         if missing or extra:
             why = "the base model differs, or train_attn, train_mlp or train_unembed"
-            if not missing and all(f".{MAMBA_OUTPUT}." in name for name in extra):
-                why = (
-                    f"earlier releases also adapted {MAMBA_OUTPUT} of Mamba layers, for which PEFT"
-                    " has no adapters; train again, or load it with the release that saved it"
-                )
             raise InvalidRequest(
                 f"{what} does not match this model: it lacks {missing[:3]} and has extra"
                 f" {extra[:3]} ({why})"

@@ -31,7 +31,6 @@ from tinkercloud_protocol.context_length import context_length
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts
-from tinkercloud_worker.lora.parameters import MAMBA_OUTPUT
 from tinkercloud_worker.vision.tower import VisionTower, split_tower
 
 BUILDING = threading.Lock()
@@ -418,6 +417,8 @@ _NOT_ADAPTED = frozenset({"q_b_proj", "kv_b_proj", "dt_proj"})
 """Leaf names of other excluded layers; Mamba reads the weight of `dt_proj` without calling it."""
 
 
+_MAMBA_OUTPUT = "out_proj"
+"""Leaf name of the last matrix of a Mamba layer."""
 _MAMBA_TYPES = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
 """Values of `model_type` for which PEFT refuses adapters of `out_proj`, since fused kernels read
 its weight without calling it."""
@@ -430,7 +431,7 @@ def _is_in_a_layer(name: str, model_type: str) -> bool:
         any(part.isdigit() for part in parts)
         and _ROUTERS.isdisjoint(parts)
         and parts[-1] not in _NOT_ADAPTED
-        and not (parts[-1] == MAMBA_OUTPUT and model_type in _MAMBA_TYPES)
+        and not (parts[-1] == _MAMBA_OUTPUT and model_type in _MAMBA_TYPES)
     )
 
 

@@ -14,8 +14,3 @@ depends_on = ${repr(depends_on)}
 def upgrade() -> None:
     """Apply."""
     ${upgrades if upgrades else "pass"}
-
-
-def downgrade() -> None:
-    """Undo."""
-    ${downgrades if downgrades else "pass"}
