@@ -21,12 +21,16 @@ from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.existing import existing_cluster
 from tinkercloud_testing.cluster.kuberay import install_definitions as install_kuberay
 from tinkercloud_testing.cluster.older_kuberay import install_older_definition
+from tinkercloud_testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     existing_cluster() is not None, reason="needs a cluster that lacks everything"
 )
 NAMESPACE = "research"
-STOPPED = "apiServer.replicas=0,operator.replicas=0"
+STOPPED = (
+    "apiServer.replicas=0,operator.replicas=0,database.volume.retain=false"
+    ",checkpoints.volume.retain=false"
+)
 Row = dict[str, str]
 Manifest = dict[str, Any]
 QUEUES = {
@@ -84,6 +88,18 @@ def problems(rows: list[Row]) -> dict[str, str]:
 def of(rows: list[Row], name: str) -> Row:
     """Return the first result of a check."""
     return next(row for row in rows if row["check"] == name)
+
+
+def result_with(cluster: Cluster, words: str, *options: str) -> Row:
+    """Wait for a result with these words, and return it: new definitions are served with delay."""
+    found: list[Row] = []
+
+    def is_there() -> bool:
+        found[:] = [row for row in check(cluster.kubeconfig, *options)[1] if words in row["detail"]]
+        return bool(found)
+
+    wait_until(is_there, f"a result with {words!r}")
+    return found[0]
 
 
 def a_node(name: str, **labels: str) -> Manifest:
@@ -146,10 +162,11 @@ def test_an_older_definition_is_named_with_the_fields_that_it_lacks(empty: Clust
     for each in older:
         empty.wait_until_established(each["metadata"]["name"])
 
-    _, rows = check(empty.kubeconfig)
+    found = result_with(empty, "Tenant CRD is older")
 
-    assert "Tenant CRD is older" in problems(rows)["definitions"]
-    assert "spec.weight -> run `helm upgrade --install" in problems(rows)["definitions"]
+    assert (found["check"], found["result"]) == ("definitions", "problem")
+    assert found["detail"].endswith("cannot store spec.weight")
+    assert found["remedy"].startswith("run `helm upgrade --install tinkercloud-crds`")
 
 
 def test_the_chart_of_the_definitions_updates_them_and_a_newer_one_is_a_warning(
@@ -160,8 +177,7 @@ def test_the_chart_of_the_definitions_updates_them_and_a_newer_one_is_a_warning(
         *("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART)),
         *("--take-ownership", "--force-conflicts"),
     )
-    _, rows = check(empty.kubeconfig)
-    assert of(rows, "definitions")["result"] == "ok"
+    assert result_with(empty, "BaseModel, TrainingSession, Tenant of")["result"] == "ok"
 
     [tenant] = [definition(each) for each in KINDS if each.kind == "Tenant"]
     newer = copy.deepcopy(tenant)
@@ -169,24 +185,22 @@ def test_the_chart_of_the_definitions_updates_them_and_a_newer_one_is_a_warning(
     fields = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
     fields["fromTheFuture"] = {"type": "string"}
     empty.apply(newer)
-    _, rows = check(empty.kubeconfig)
+    found = result_with(empty, "Tenant CRD is newer")
     empty.apply(tenant)
 
-    assert of(rows, "definitions")["result"] == "warning"
-    assert "Tenant CRD is newer" in of(rows, "definitions")["detail"]
-    assert "spec.fromTheFuture" in of(rows, "definitions")["detail"]
+    assert found["result"] == "warning"
+    assert "spec.fromTheFuture" in found["detail"]
+    result_with(empty, "BaseModel, TrainingSession, Tenant of")
 
 
 def test_an_older_kuberay_and_one_without_an_operator_are_found(empty: Cluster) -> None:
     install_older_definition(empty, "v1.4.2")
-    _, rows = check(empty.kubeconfig)
-    assert "is from KubeRay 1.4 or older" in problems(rows)["kuberay"]
+    assert result_with(empty, "is from KubeRay 1.4 or older")["result"] == "problem"
 
     install_kuberay(empty)
-    _, rows = check(empty.kubeconfig)
 
-    assert of(rows, "kuberay")["result"] == "warning"
-    assert "no Deployment has app.kubernetes.io/name=kuberay-operator" in str(of(rows, "kuberay"))
+    found = result_with(empty, "no Deployment has app.kubernetes.io/name=kuberay-operator")
+    assert (found["check"], found["result"]) == ("kuberay", "warning")
 
 
 def test_a_user_without_permissions_is_not_blocked_by_what_the_check_cannot_read(
@@ -263,8 +277,9 @@ def test_nodes_of_another_architecture_and_gpus_that_are_not_offered_are_found(
 
     assert "1 arm64; the images of a release are for amd64" in problems(rows)["nodes"]
     assert "one have GPUs by their labels, but offer no nvidia.com/gpu" in problems(rows)["gpus"]
-    driver = {"nvidia.com/cuda.driver-version.major": "570"}
-    empty.apply(a_node("one", **labels, **driver, **{"kubernetes.io/arch": "amd64"}))
+    labels["kubernetes.io/arch"] = "amd64"
+    labels["nvidia.com/cuda.driver-version.major"] = "570"
+    empty.apply(a_node("one", **labels))
     empty.patch_status("node", "one", ready | {"allocatable": {"nvidia.com/gpu": "8"}})
     _, rows = check(empty.kubeconfig)
     assert "older than 580 (one: 570)" in problems(rows)["driver"]
@@ -318,7 +333,7 @@ def test_values_of_another_release_and_objects_that_they_name_are_checked(
     where = f"--namespace={NAMESPACE}"
     empty.kubectl("create", "secret", "generic", "database", wrong, where)
     empty.apply(QUEUES)
-    empty.wait_until_established("localqueues.kueue.x-k8s.io")
+    result_with(empty, "has no LocalQueue gpus, which tiny names", f"--values={values}")
 
     status, rows = check(empty.kubeconfig, f"--values={values}")
 
@@ -328,7 +343,6 @@ def test_values_of_another_release_and_objects_that_they_name_are_checked(
     assert any("has no entry url; it has uri" in each for each in details)
     assert any("has no Secret registry" in each for each in details)
     assert any("has no claim models" in each for each in details)
-    assert any("has no LocalQueue gpus, which tiny names" in each for each in details)
 
 
 def test_a_restricted_namespace_refuses_volumes_of_the_host(empty: Cluster, tmp_path: Path) -> None:

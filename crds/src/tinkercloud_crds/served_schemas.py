@@ -6,6 +6,7 @@ served CRD cannot store. `tinkercloud cluster check` reports the differences bef
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -78,6 +79,7 @@ def own_surplus(kind: str, schema: Schema) -> str | None:
     return _named(unknown) if unknown else None
 
 
+@cache
 def _own_schema(kind: str) -> Schema:
     spec, status = _OWN[kind]
     return {"properties": {"spec": structural_schema(spec), "status": structural_schema(status)}}

@@ -52,6 +52,11 @@ def chart_schema() -> Schema:
     return found
 
 
+@cache
+def _model_schema() -> Schema:
+    return structural_schema(BaseModelSpec)
+
+
 def release_of(documents: Sequence[Json]) -> Release:
     """Return what values files configure; later ones override earlier ones, as with Helm.
 
@@ -85,7 +90,7 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
 
 def _model(spec: Json, path: str, faults: list[str]) -> BaseModelSpec | None:
     known = len(faults)
-    _accepted(spec, structural_schema(BaseModelSpec), path, faults)
+    _accepted(spec, _model_schema(), path, faults)
     try:
         model = BaseModelSpec.model_validate(spec)
     except ValidationError as error:
