@@ -5,6 +5,10 @@ The tests depend on each other: each removes one more obstacle of an empty clust
 
 import copy
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +19,22 @@ from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
 from tinkercloud_crds.generate import KINDS, definition
-from tinkercloud_testing.charts import CHART, CRD_CHART, HelmFailed, helm
+from tinkercloud_testing.charts import CHART, CRD_CHART, ROOT, HelmFailed, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.existing import existing_cluster
 from tinkercloud_testing.cluster.kuberay import install_definitions as install_kuberay
 from tinkercloud_testing.cluster.older_kuberay import install_older_definition
+from tinkercloud_testing.cluster.programs import binary
 from tinkercloud_testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     existing_cluster() is not None, reason="needs a cluster that lacks everything"
 )
+PAGE = (ROOT / "docs" / "operate" / "quickstart.md").read_text()
 NAMESPACE = "research"
+INSTALLED = "tinkercloud"
+"""The namespace of the quickstart page."""
 STOPPED = (
     "apiServer.replicas=0,operator.replicas=0,database.volume.retain=false"
     ",checkpoints.volume.retain=false"
@@ -356,21 +364,84 @@ def test_a_restricted_namespace_refuses_volumes_of_the_host(empty: Cluster, tmp_
     assert of(check(empty.kubeconfig)[1], "namespace")["result"] == "ok"
 
 
-def test_a_ready_cluster_has_no_problem_and_an_installation_that_pulls_no_image_has(
+def run_page(title: str, cluster: Cluster, folder: Path) -> str:
+    """Run the commands of a section of the quickstart page; return all that they print.
+
+    The charts are those of this repository instead of a registry's.
+    """
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```console\n(.*?)^```", section, re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    script = "\n".join(line.removeprefix("$ ") for line in lines if line.startswith("$ "))
+    script = script.replace("oci://ghcr.io/OWNER/charts/", f"{ROOT}/charts/")
+    programs = {str(binary(name).parent) for name in ("helm", "kubectl")}
+    path = ":".join([*programs, str(Path(sys.executable).parent), os.environ["PATH"]])
+    result = subprocess.run(
+        ["/bin/sh", "-eu"],
+        input=script.replace(" --version 0.1.0", ""),
+        env={**os.environ, "PATH": path, "KUBECONFIG": str(cluster.kubeconfig)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def run_kuberay(cluster: Cluster) -> None:
+    """Create KubeRay's Deployment, as its chart does, with a pod that is ready."""
+    labels = {"app.kubernetes.io/name": "kuberay-operator"}
+    container = {"name": "kuberay-operator", "image": "quay.io/kuberay/operator:v1.6.2"}
+    cluster.apply(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "kuberay"}},
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "kuberay-operator", "namespace": "kuberay", "labels": labels},
+            "spec": {
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": {"containers": [container]}},
+            },
+        },
+    )
+    pod = first_pod(cluster, "app.kubernetes.io/name=kuberay-operator", "kuberay")
+    ready = {"conditions": [{"type": "Ready", "status": "True"}], "phase": "Running"}
+    cluster.patch_status("pod", pod, ready, "kuberay")
+    cluster.wait_for("deployment/kuberay-operator", "condition=Available", "kuberay")
+
+
+def first_pod(cluster: Cluster, selector: str, namespace: str) -> str:
+    """Wait for a pod with some labels, and return its name."""
+    wait_until(lambda: bool(cluster.objects("pods", namespace, selector)), "a pod")
+    pod, *_ = cluster.objects("pods", namespace, selector)
+    return str(pod["metadata"]["name"])
+
+
+def test_the_quickstart_page_checks_and_installs_what_its_commands_say(
     empty: Cluster, tmp_path: Path
 ) -> None:
-    values = tmp_path / "values.yaml"
-    values.write_text("checkpoints: {volume: {storageClassName: files}}\n")
-    status, rows = check(empty.kubeconfig, f"--values={values}")
-    assert (status, problems(rows)) == (0, {})
+    run_kuberay(empty)
+    empty.delete("storageclass", "disks")
+    empty.apply(a_storage_class("standard", "rancher.io/local-path", is_default=True))
+    (tmp_path / "values.yaml").write_text((CHART / "examples" / "laptop-kind.yaml").read_text())
 
-    run_helm(empty.kubeconfig, "install", "tinker", str(CHART), f"--values={values}")
-    selector = "app.kubernetes.io/component=operator"
-    empty.kubectl(
-        *("wait", "--for=create", "pod", f"--selector={selector}", f"--namespace={NAMESPACE}"),
-        "--timeout=60s",
-    )
-    pod, *_ = empty.objects("pods", NAMESPACE, selector)
+    printed = run_page("Installation", empty, tmp_path)
+
+    results = re.compile(r"^(ok|warning|problem) +\w+: ", re.M)
+    assert results.findall(printed) == results.findall(PAGE)
+    documented = [line for line in PAGE.splitlines() if results.match(line)]
+    varying = ("cluster:", "kueue:")
+    for line in documented:
+        assert line in printed or any(word in line for word in varying), line
+    for line in ("deployment.apps/tinkercloud-api", "basemodel.tinkercloud.dev/smollm2-135m"):
+        assert line in printed
+
+
+def test_an_installation_whose_images_are_not_pulled_says_which_and_what_to_do(
+    empty: Cluster,
+) -> None:
+    pod = first_pod(empty, "app.kubernetes.io/component=operator", INSTALLED)
     waiting = {"reason": "ImagePullBackOff", "message": "pull access denied"}
     container = {
         "name": "operator",
@@ -380,13 +451,12 @@ def test_a_ready_cluster_has_no_problem_and_an_installation_that_pulls_no_image_
         "restartCount": 0,
         "state": {"waiting": waiting},
     }
-    empty.patch_status(
-        "pod", pod["metadata"]["name"], {"containerStatuses": [container]}, NAMESPACE
-    )
-    status, rows = check(empty.kubeconfig, f"--values={values}")
+    empty.patch_status("pod", pod, {"containerStatuses": [container]}, INSTALLED)
+
+    status, rows = check(empty.kubeconfig, namespace=INSTALLED)
 
     assert status == 1
-    assert problems(rows).keys() == {"images", "release"}
+    assert {"images", "release"} <= problems(rows).keys()
     assert "tinkercloud-operator:0.1.0: ImagePullBackOff: pull access denied" in str(rows)
     assert "image.pullSecrets" in problems(rows)["images"]
     assert "no pod is ready" in problems(rows)["release"]
@@ -396,7 +466,8 @@ def test_uninstalling_both_charts_leaves_the_definitions_and_the_volumes_only(
     empty: Cluster,
 ) -> None:
     # The hook that ends sessions needs a node that runs pods.
-    run_helm(empty.kubeconfig, "uninstall", "tinker", "--no-hooks")
+    where = (f"--kubeconfig={empty.kubeconfig}", f"--namespace={INSTALLED}")
+    helm("uninstall", "tinkercloud", "--no-hooks", *where)
     run_helm(empty.kubeconfig, "uninstall", "tinkercloud-crds")
 
     everywhere = "crd,clusterrole,clusterrolebinding"
@@ -406,9 +477,12 @@ def test_uninstalling_both_charts_leaves_the_definitions_and_the_volumes_only(
         f"customresourcedefinition.apiextensions.k8s.io/{plural}.tinkercloud.dev"
         for plural in ("basemodels", "tenants", "trainingsessions")
     ]
-    claims = {each["metadata"]["name"] for each in empty.objects("pvc", NAMESPACE)}
-    assert claims == {"tinker-tinkercloud-catalog", "tinker-tinkercloud-checkpoints"}
-    kinds = "deployment,service,secret,role,rolebinding,lease,networkpolicy,pdb,serviceaccount"
+    claims = {each["metadata"]["name"] for each in empty.objects("pvc", INSTALLED)}
+    assert claims == {"tinkercloud-catalog", "tinkercloud-checkpoints"}
+    kinds = (
+        "deployment,service,secret,role,rolebinding,lease,networkpolicy,pdb,serviceaccount"
+        ",basemodel,trainingsession,tenant"
+    )
     selector = "--selector=app.kubernetes.io/part-of=tinkercloud"
-    namespaced = (f"--namespace={NAMESPACE}", selector, "--output=name")
+    namespaced = (f"--namespace={INSTALLED}", selector, "--output=name")
     assert empty.kubectl("get", kinds, *namespaced) == ""

@@ -18,6 +18,7 @@ from tinkercloud_crds.served_schemas import Schema, schema_of
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import Rejected
 
+_FORBIDDEN = 403
 _KUBERAY = "apis/ray.io/v1"
 _OWN = f"apis/{labels.API_VERSION}"
 
@@ -73,20 +74,19 @@ async def _all(cluster: Client, kind: str, label_selector: str = "") -> Listed:
     try:
         return [each async for page in cluster.pages(kind, label_selector) for each in page.items]
     except Rejected as error:
-        return _unless_forbidden(error)
+        if error.status != _FORBIDDEN:
+            raise
+        return None
 
 
 async def _one(cluster: Client, kind: str, name: str) -> Listed:
     try:
         found = await cluster.find(ObjectRef(kind, name))
     except Rejected as error:
-        return _unless_forbidden(error)
+        if error.status != _FORBIDDEN:
+            raise
+        return None
     return [] if found is None else [found]
-
-
-def _unless_forbidden(error: Rejected) -> None:
-    if error.status != 403:
-        raise error
 
 
 async def _entries(
