@@ -301,9 +301,15 @@ def test_a_release_of_another_version_than_the_command_is_a_warning() -> None:
     assert found.detail == "0.2.0 is installed; this command is of 0.1.0"
 
 
-def test_an_empty_registry_is_a_warning_only_if_values_are_given() -> None:
-    assert "image.registry is empty" in only(a_ready_cluster(), release_of([{}])).detail
-    assert bad(a_ready_cluster(), DEFAULTS) == []
+def test_values_without_a_registry_are_explained_because_the_chart_may_have_one() -> None:
+    found = examine(a_ready_cluster(), release_of([{}]), VERSION)
+
+    [images, _] = [each for each in found if each.check == "images"]
+    assert images.level is Level.OK
+    assert (
+        images.remedy
+        == "with the chart of a clone, set it, or load tinkercloud-api into every node"
+    )
 
 
 def test_what_the_user_may_not_read_is_a_warning_that_names_it() -> None:
