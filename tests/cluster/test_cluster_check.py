@@ -180,10 +180,9 @@ def test_an_older_definition_is_named_with_the_fields_that_it_lacks(empty: Clust
 def test_the_chart_of_the_definitions_updates_them_and_a_newer_one_is_a_warning(
     empty: Cluster,
 ) -> None:
-    run_helm(
-        empty.kubeconfig,
+    helm(
         *("upgrade", "--install", "tinkercloud-crds", str(CRD_CHART)),
-        *("--take-ownership", "--force-conflicts"),
+        *("--take-ownership", "--force-conflicts", f"--kubeconfig={empty.kubeconfig}"),
     )
     assert result_with(empty, "BaseModel, TrainingSession, Tenant of")["result"] == "ok"
 
@@ -468,7 +467,7 @@ def test_uninstalling_both_charts_leaves_the_definitions_and_the_volumes_only(
     # The hook that ends sessions needs a node that runs pods.
     where = (f"--kubeconfig={empty.kubeconfig}", f"--namespace={INSTALLED}")
     helm("uninstall", "tinkercloud", "--no-hooks", *where)
-    run_helm(empty.kubeconfig, "uninstall", "tinkercloud-crds")
+    helm("uninstall", "tinkercloud-crds", f"--kubeconfig={empty.kubeconfig}")
 
     everywhere = "crd,clusterrole,clusterrolebinding"
     names = empty.kubectl("get", everywhere, "--output=name").split()

@@ -18,7 +18,7 @@ def notes(changelog: str, version: str) -> str:
     """Return the section of a version, without its heading.
 
     Raises:
-        ValueError: there is no such section, or it is empty.
+        ValueError: the section is missing or empty.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)[1:]
     for section in sections:

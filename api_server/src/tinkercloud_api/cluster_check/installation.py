@@ -100,7 +100,7 @@ def check_namespace(facts: ClusterFacts, release: Release) -> Iterator[Finding]:
 
 
 def _unrestricted(api: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what of the values a restricted namespace refuses."""
+    """Yield each value that a restricted namespace refuses."""
     for volume in api["extraVolumes"] or []:
         kinds = volume.keys() - {"name"} - _RESTRICTED_VOLUMES
         if kinds:
