@@ -291,6 +291,7 @@ def test_nodes_of_another_architecture_and_gpus_that_are_not_offered_are_found(
     _, rows = check(empty.kubeconfig)
     assert "older than 580 (one: 570)" in problems(rows)["driver"]
     empty.apply(a_node("one", **{"kubernetes.io/arch": "amd64"}))
+    empty.patch_status("node", "one", {"allocatable": {"nvidia.com/gpu": None}})
 
 
 def test_a_class_that_one_node_can_mount_and_a_missing_one_are_found(

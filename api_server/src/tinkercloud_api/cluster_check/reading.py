@@ -104,13 +104,18 @@ async def _entries(
 
 
 async def _denied(cluster: Client, release: Release) -> frozenset[Right]:
-    wanted = {
-        *rights.created(release.values),
-        *rights.granted(release.values),
-        *rights.ESCALATION,
-        rights.DEFINITIONS,
-    }
+    """Return the rights that the user lacks.
 
+    A user who may escalate and bind roles needs none of the rights that the chart's roles grant.
+    """
+    needed = {*rights.created(release.values), *rights.ESCALATION, rights.DEFINITIONS}
+    denied = await _denied_of(cluster, needed)
+    if rights.ESCALATION & denied:
+        denied |= await _denied_of(cluster, set(rights.granted(release.values)))
+    return denied
+
+
+async def _denied_of(cluster: Client, wanted: Iterable[Right]) -> frozenset[Right]:
     async def is_denied(right: Right) -> bool:
         answer = await cluster.create(right.review(cluster.namespace))
         return not answer["status"]["allowed"]
