@@ -1,6 +1,7 @@
 """What `tinkercloud cluster check` reads of a cluster that is ready for the chart."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,13 @@ NAMESPACE = "research"
 Manifest = dict[str, Any]
 
 
-def a_node(name: str = "one", gpus: int = 0, taint: str = "", **labels: str) -> Manifest:
+def a_node(
+    name: str = "one", gpus: int = 0, taint: str = "", labels: Mapping[str, str] | None = None
+) -> Manifest:
     """Return a node that is ready."""
     spec = {"taints": [{"key": taint, "effect": "NoSchedule"}]} if taint else {}
     return {
-        "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **labels}},
+        "metadata": {"name": name, "labels": {"kubernetes.io/arch": "amd64", **(labels or {})}},
         "spec": spec,
         "status": {
             "conditions": [{"type": "Ready", "status": "True"}],

@@ -176,7 +176,7 @@ def test_nodes_that_cannot_run_the_images_are_found() -> None:
     cordoned, starting = a_node("a"), a_node("b")
     cordoned["spec"] = {"unschedulable": True}
     starting["status"]["conditions"] = []
-    arm = a_node("c", **{"kubernetes.io/arch": "arm64"})
+    arm = a_node("c", labels={"kubernetes.io/arch": "arm64"})
 
     unusable = only(a_ready_cluster(nodes=[cordoned, starting]))
     other = only(a_ready_cluster(nodes=[arm]))
@@ -197,7 +197,7 @@ def test_nodes_that_cannot_run_the_images_are_found() -> None:
         ([a_node()], Level.WARNING, "nodes offer 0 nvidia.com/gpu"),
         ([a_node(gpus=1)], Level.PROBLEM, "nodes offer 1 nvidia.com/gpu, but a session needs"),
         (
-            [a_node(**{"nvidia.com/gpu.present": "true"})],
+            [a_node(labels={"nvidia.com/gpu.present": "true"})],
             Level.PROBLEM,
             "one have GPUs by their labels, but offer no nvidia.com/gpu",
         ),
@@ -220,7 +220,7 @@ def test_gpus_that_a_session_needs_and_nodes_do_not_offer_are_counted(
 def test_the_driver_of_the_nodes_must_be_new_enough(
     label: str, major: str, *, is_good: bool
 ) -> None:
-    found = bad(a_ready_cluster(nodes=[a_node(gpus=2, **{label: major})]), with_model(gpus=2))
+    found = bad(a_ready_cluster(nodes=[a_node(gpus=2, labels={label: major})]), with_model(gpus=2))
 
     assert (found == []) is is_good
     assert is_good or "older than 580 (one: 570)" in found[0].detail
@@ -235,7 +235,7 @@ def test_a_driver_that_no_label_shows_is_a_warning() -> None:
 
 def test_a_taint_of_all_nodes_with_gpus_that_a_model_does_not_tolerate_is_a_warning() -> None:
     driver = {"nvidia.com/cuda.driver.major": "580"}
-    nodes = [a_node(gpus=2, taint="sku", **driver), a_node("cpu")]
+    nodes = [a_node(gpus=2, taint="sku", labels=driver), a_node("cpu")]
 
     found = only(a_ready_cluster(nodes=nodes), with_model(gpus=2))
 

@@ -19,7 +19,8 @@ NEEDS = {need["name"].partition(" (")[0]: need for need in RELEASES[0]["needs"]}
 def pinned(folder: str, module: str) -> str:
     """Return the version of a program of the test cluster, without its `v`."""
     text = (ROOT / "tools" / "cluster" / folder / "go.mod").read_text()
-    return re.findall(rf"^\t{re.escape(module)} v([0-9.]+)", text, re.MULTILINE)[-1]
+    [version] = re.findall(rf"^\t{re.escape(module)} v([0-9.]+) ", text, re.MULTILINE)
+    return str(version)
 
 
 def need(name: str) -> dict[str, Any]:
