@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -152,6 +152,15 @@ package-check: packages $(MODEL_FOLDER) ## install the packages into empty envir
 
 images: ## build the images of the Dockerfile with buildah, without Docker (by hand; needs Linux and root)
 	@tools/images/build.sh $(IMAGES)
+
+publish-packages: .venv/.installed ## upload dist to PyPI with the identity of the release workflow (trusted publishing)
+	@.uv/bin/uv publish --trusted-publishing always dist/*
+
+release-notes: ## write build/release-notes.md from CHANGELOG.md; fails unless TAG names the version of the packages
+	@python3 tools/release/notes.py "$(TAG)" build/release-notes.md
+
+workflows: ## check .github/workflows with actionlint
+	@go run github.com/rhysd/actionlint/cmd/actionlint@v1.7.12 -color
 
 sbom: .venv/.installed ## list the packages of the images and their licences in build/sbom
 	@tools/sbom.sh build/sbom

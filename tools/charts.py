@@ -3,6 +3,7 @@
 charts/tinkercloud/values.yaml          defaults, each with its description
 charts/tinkercloud/values.schema.json   the schema that Helm validates values against
 charts/tinkercloud/README.md            the table of values
+api_server/.../values.schema.json       keys, types and defaults, for `tinkercloud cluster check`
 """
 
 import json
@@ -20,6 +21,7 @@ Schema = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "charts" / "tinkercloud"
+OUTLINE = ROOT / "api_server" / "src" / "tinkercloud_api" / "cluster_check" / "values.schema.json"
 MODELS: dict[str, type[BaseModel]] = {"BaseModelSpec": BaseModelSpec}
 TABLE_START, TABLE_END = "<!-- values -->", "<!-- /values -->"
 TABLE_HEAD = "| Value | Default | Meaning |\n| --- | --- | --- |"
@@ -80,6 +82,16 @@ def plain(schema: Any) -> Any:  # noqa: ANN401 - a schema, or any part of one
             kept[key] = " ".join(value.split())
         elif not key.startswith("x-") and key not in {"title", "default"}:
             kept[key] = plain(value)
+    return kept
+
+
+def outline(schema: Schema) -> Schema:
+    """Return the keys, types and defaults of an expanded schema, without models."""
+    kept = {key: schema[key] for key in ("type", "enum", "default") if key in schema}
+    if "properties" in schema:
+        kept["properties"] = {name: outline(part) for name, part in schema["properties"].items()}
+    if "items" in schema:
+        kept["items"] = outline(schema["items"])
     return kept
 
 
@@ -149,6 +161,7 @@ def files() -> dict[Path, str]:
         )
         + "\n",
         readme: f"{before}{TABLE_START}\n{table}\n{TABLE_END}{after}",
+        OUTLINE: json.dumps({"$comment": HEADER, **outline(schema)}, indent=1) + "\n",
     }
 
 

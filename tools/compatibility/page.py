@@ -1,4 +1,4 @@
-"""Write docs/compatibility.md from docs/compatibility.json."""
+"""Write docs/compatibility.md from docs/compatibility.json and releases.yaml."""
 
 import hashlib
 import json
@@ -6,12 +6,16 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import yaml
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "docs" / "compatibility.json"
 PAGE = RESULTS.with_suffix(".md")
+RELEASES = HERE / "releases.yaml"
 
 WORKS = "works"
+_NEED = ("name", "accepted", "tested", "unproven")
 _TITLES = ("ServiceClient", "TrainingClient", "SamplingClient", "RestClient", "AsyncTinker")
 _EXPLANATIONS = {
     r"incorrect event loop": "fails in the SDK, before it sends a request; use the other form",
@@ -25,9 +29,17 @@ _EXPLANATIONS = {
     r"billing/.* is not supported": "not served: the server bills nothing",
 }
 """Reasons by pattern of `method: error`."""
-_HEAD = """# Compatibility with SDK versions
+_HEAD = """# Compatibility
 
 <!-- Written by `make compatibility`. Do not edit. -->
+
+## Releases
+
+What each release needs. `tinkercloud cluster check` compares a cluster with it.
+
+"""
+_SDK_HEAD = """
+## SDK versions
 
 One program exercises every public method of each SDK version against a running server, in both the
 blocking and the `_async` form, and checks the results. `make compatibility` repeats this; CI
@@ -90,7 +102,21 @@ def text() -> str:
         for title, names in _sections(sorted(rows)).items()
     ]
     notes = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
-    return _HEAD + "".join(tables) + "\n## Reasons\n\n" + notes
+    methods = "".join(tables) + "\n### Reasons\n\n" + notes
+    return _HEAD + releases() + _SDK_HEAD + methods
+
+
+def releases() -> str:
+    """Return the table of what each release needs."""
+    lines = [
+        "| Release | | Accepted | Run by its tests | Unproven |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for release in yaml.safe_load(RELEASES.read_text()):
+        for need in release["needs"]:
+            cells = (release["release"], *(need[key] for key in _NEED))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _sections(names: Sequence[str]) -> Mapping[str, list[str]]:
@@ -111,7 +137,7 @@ def _table(
 ) -> str:
     """Return a section; reasons that it is the first to mention are added to `reasons`."""
     lines = [
-        f"\n## {title}\n",
+        f"\n### {title}\n",
         "| | " + " | ".join(versions) + " |",
         "| --- " * (len(versions) + 1) + "|",
     ]

@@ -2,8 +2,8 @@
 
 `serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `demo`, `models`,
 `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running server, local
-or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` uses a Kubernetes cluster (KUBECONFIG). `plan`
-needs neither.
+or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` and `cluster` use a Kubernetes cluster
+(KUBECONFIG). `plan` needs neither.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from tinkercloud_api.commands import (
     audit,
     catalog,
     checkpoints,
+    cluster,
     demo,
     drain,
     programs,
@@ -66,6 +67,7 @@ app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(users.app, name="users")
 app.add_typer(projects.app, name="projects")
 app.command("demo")(demo.run_demo)
+app.add_typer(cluster.app, name="cluster")
 app.command("drain")(drain.drain_node)
 app.command("usage")(usage.show_usage)
 app.command("audit")(audit.show_audit)

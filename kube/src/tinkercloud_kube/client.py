@@ -1,4 +1,4 @@
-"""An asynchronous client of the Kubernetes API for one namespace: JSON in, JSON out.
+"""An asynchronous client of the Kubernetes API for one namespace, or all: JSON in, JSON out.
 
 Every method raises a `KubernetesError`; `tinkercloud_kube.errors` lists them.
 """
@@ -56,9 +56,15 @@ _RESOURCES: Mapping[str, tuple[str, str]] = {
     "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
     "Job": ("apis/batch/v1", "jobs"),
     "ResourceClaimTemplate": ("apis/resource.k8s.io/v1", "resourceclaimtemplates"),
+    "Deployment": ("apis/apps/v1", "deployments"),
+    "LocalQueue": ("apis/kueue.x-k8s.io/v1beta2", "localqueues"),
+    "Namespace": ("api/v1", "namespaces"),
+    "PersistentVolumeClaim": ("api/v1", "persistentvolumeclaims"),
+    "SelfSubjectAccessReview": ("apis/authorization.k8s.io/v1", "selfsubjectaccessreviews"),
+    "StorageClass": ("apis/storage.k8s.io/v1", "storageclasses"),
 }
 """API and plural of every kind that is read or written."""
-_CLUSTER_WIDE = frozenset({"Node"})
+_CLUSTER_WIDE = frozenset({"Namespace", "Node", "SelfSubjectAccessReview", "StorageClass"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +148,7 @@ class Client:
 
         Args:
             api: sends the requests.
-            namespace: of all objects.
+            namespace: of all objects; empty to list the objects of all namespaces.
             manager: field manager of writes.
             timeout_seconds: limit of one request; watches have their own.
             may_send: called before every request; nothing is sent while it returns False.
@@ -168,6 +174,20 @@ class Client:
     async def close(self) -> None:
         """Close all connections."""
         await self._api.close()  # type: ignore[no-untyped-call]
+
+    @property
+    def url(self) -> str:
+        """The URL of the API server."""
+        return str(self._api.configuration.host)
+
+    def in_all_namespaces(self) -> "Client":
+        """Return a client that lists the objects of all namespaces, with the same connections."""
+        return Client(self._api, "", manager=self._manager)
+
+    async def version(self) -> str:
+        """Return the version of the API server, such as `v1.36.4`."""
+        answer = await self._call("GET", "/version")
+        return str(answer["gitVersion"])
 
     async def pages(
         self, kind: str, label_selector: str = "", field_selector: str = ""
@@ -351,7 +371,8 @@ class Client:
 
     def _path(self, kind: str, name: str = "") -> str:
         api, plural = _RESOURCES[kind]
-        place = "" if kind in _CLUSTER_WIDE else f"/namespaces/{self.namespace}"
+        is_wide = kind in _CLUSTER_WIDE or not self.namespace
+        place = "" if is_wide else f"/namespaces/{self.namespace}"
         return f"/{api}{place}/{plural}" + (f"/{name}" if name else "")
 
     async def _apply(self, path: str, manifest: Manifest) -> Json:

@@ -13,7 +13,9 @@ from tinkercloud_testing.cluster.programs import binary
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "tinkercloud"
 CRD_CHART = ROOT / "charts" / "tinkercloud-crds"
-CASES = sorted((CHART / "ci").glob("*.yaml"))
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+"""Values to start from, one file for each situation."""
+CASES = [*sorted((CHART / "ci").glob("*.yaml")), *EXAMPLES]
 """Values that people have; each must render."""
 NAMESPACE = "research"
 VERSION = str(yaml.safe_load((CHART / "Chart.yaml").read_text())["version"])

@@ -401,7 +401,7 @@ def test_routes_hold_a_request_longer_than_a_long_poll() -> None:
 
 
 def test_models_in_the_values_become_base_models() -> None:
-    (found,) = of_kind("BaseModel", "--values", str(CHART / "ci" / "one-node.yaml"))
+    (found,) = of_kind("BaseModel", "--values", str(CHART / "examples" / "laptop-kind.yaml"))
 
     assert found["spec"]["modelName"] == "HuggingFaceTB/SmolLM2-135M-Instruct"
 

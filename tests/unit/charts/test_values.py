@@ -221,3 +221,14 @@ def test_the_notes_say_what_is_stopped(option: str, words: str) -> None:
 
     assert words in notes
     assert ("is starting in namespace" in notes) == (words == "is starting in namespace")
+
+
+def test_the_notes_name_the_check_and_the_mirror_of_tokenizers_only_if_it_has_some() -> None:
+    install = ("install", "tinker", str(CHART), "--dry-run=client", "--namespace", "research")
+    with_volume = helm(*install, "--set", "apiServer.modelClaims={models}")
+
+    notes = helm(*install)
+
+    assert "tinkercloud cluster check --namespace research" in notes
+    assert "HF_ENDPOINT" not in notes
+    assert "export HF_ENDPOINT=http://127.0.0.1:8000/hf" in with_volume

@@ -10,10 +10,10 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import SESSION_STEPS, ConditionType, Reason, timestamp
+from tinkercloud_crds.served_schemas import KUBERAY_MINIMUM
 from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.deadlines import awaited_head, awaited_until, overdue
-from tinkercloud_operator.decide.definitions import KUBERAY_MINIMUM
 from tinkercloud_operator.decide.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.node_fit import never_fits, no_matching_node
 from tinkercloud_operator.decide.quota_messages import never_within

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 import structlog
 
 from tinkercloud_crds import labels
-from tinkercloud_kube.client import Client
-from tinkercloud_kube.errors import NotFound, Rejected
-from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.definitions import (
+from tinkercloud_crds.served_schemas import (
     Schema,
     declared,
     kuberay_gap,
     own_gap,
     schema_of,
 )
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.errors import NotFound, Rejected
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator import metrics
 
 log = structlog.get_logger(__name__)
 

@@ -1,11 +1,12 @@
-"""Compares the served CRDs with the fields that this operator writes: pure.
+"""Compares the CRDs that a cluster serves with those of this release: pure.
 
 Server-side apply does not prune an undeclared field: the API server answers 500 every time. The
 operator therefore checks the served schemas in advance, and removes fields from a status that the
-served CRD cannot store.
+served CRD cannot store. `tinkercloud cluster check` reports the differences before installation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
@@ -58,17 +59,35 @@ def kuberay_gap(schema: Schema) -> str | None:
 
 def own_gap(kind: str, schema: Schema) -> str | None:
     """Return what the served CRD of one of our kinds lacks, and what to do; None if complete."""
-    spec, status = _OWN[kind]
-    wanted = {"spec": structural_schema(spec), "status": structural_schema(status)}
-    missing = list(_lacking({"properties": wanted}, schema))
+    missing = list(_lacking(_own_schema(kind), schema))
     if not missing:
         return None
-    named = ", ".join(missing[:_NAMED_FIELDS])
-    more = f" and {len(missing) - _NAMED_FIELDS} more" if len(missing) > _NAMED_FIELDS else ""
     return (
-        f"the installed {kind} CRD is older than the operator and cannot store {named}{more};"
+        f"the installed {kind} CRD is older than the operator and cannot store {_named(missing)};"
         " upgrade the tinkercloud-crds chart"
     )
+
+
+def own_surplus(kind: str, schema: Schema) -> str | None:
+    """Return the fields of the served CRD of one of our kinds that this release does not know.
+
+    Returns:
+        Their paths, or None: the CRD is of this release or of an older one.
+    """
+    served = {name: _fields(schema).get(name, {}) for name in ("spec", "status")}
+    unknown = list(_lacking({"properties": served}, _own_schema(kind)))
+    return _named(unknown) if unknown else None
+
+
+@cache
+def _own_schema(kind: str) -> Schema:
+    spec, status = _OWN[kind]
+    return {"properties": {"spec": structural_schema(spec), "status": structural_schema(status)}}
+
+
+def _named(fields: Sequence[str]) -> str:
+    more = f" and {len(fields) - _NAMED_FIELDS} more" if len(fields) > _NAMED_FIELDS else ""
+    return ", ".join(fields[:_NAMED_FIELDS]) + more
 
 
 def declared(status: Mapping[str, Any], schema: Schema | None) -> dict[str, Any]:
