@@ -19,7 +19,7 @@ PLACES = {
     SOURCE: [DECLARED],
     "*/pyproject.toml": [DECLARED, rf'"tinkercloud-[a-z]+(?:\[[a-z,]+\])?==({RELEASE})"'],
     "uv.lock": [rf'^name = "tinkercloud(?:-[a-z]+)?"\nversion = "({RELEASE})"'],
-    "Dockerfile": [IMAGE, rf"^ARG VERSION=({RELEASE})"],
+    "Dockerfile": [IMAGE],
     "charts/*/Chart.yaml": [
         rf"^(?:version|appVersion): ({RELEASE})",
         rf"^  - name: kuberay\n    version: ({RELEASE})",
