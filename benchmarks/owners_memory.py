@@ -13,7 +13,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,7 +43,9 @@ def main() -> None:
             before = idle_memory(server)
             until = time.monotonic() + 60 * chosen.minutes
             with ThreadPoolExecutor(len(keys)) as threads:
-                runs = threads.map(lambda item: work(server, *item, until), enumerate(keys))
+                runs = threads.map(
+                    lambda index: work(server, index, keys[index], until), range(len(keys))
+                )
                 curve = list(measured(server, until))
                 count = sum(runs)
             after = idle_memory(server)
@@ -77,7 +79,7 @@ def one_run(server: Server, key: str, chance: random.Random) -> None:
     service = server.client(key)
     training = service.create_lora_training_client(MODEL, rank=chance.choice([4, 8, 16])).result()
     for _ in range(5):
-        training.forward_backward(texts(chance), "cross_entropy")
+        training.forward_backward(texts(chance), "cross_entropy").result()
         training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = types.ModelInput.from_ints(tokens(chance, 64))
@@ -86,7 +88,7 @@ def one_run(server: Server, key: str, chance: random.Random) -> None:
     server.post("unload_model", {"model_id": training.model_id}, key=key)
 
 
-def texts(chance: random.Random) -> Sequence[types.Datum]:
+def texts(chance: random.Random) -> list[types.Datum]:
     lengths = [chance.randint(16, 256) for _ in range(4)]
     return [a_text(tokens(chance, each), weights=[1.0] * (each - 1)) for each in lengths]
 

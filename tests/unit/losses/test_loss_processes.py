@@ -255,7 +255,8 @@ def test_owners_take_turns_if_there_are_more_of_them_than_processes() -> None:
 
 def has_ended(pid: int) -> bool:
     process = psutil.Process(pid)
-    return process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1
+    is_zombie: bool = process.status() == psutil.STATUS_ZOMBIE
+    return is_zombie and process.num_threads() == 1
 
 
 def test_an_idle_process_that_was_killed_is_replaced() -> None:
