@@ -111,8 +111,9 @@ def unpack(archive: Path, folder: Path) -> Expected:
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
     content = json.loads((folder / "expected.json").read_text())
-    runs = {name: Run(**content.pop(name)) for name in ("suspended", "killed", "moved")}
-    return Expected(**runs, **content)
+    for name in ("suspended", "killed", "moved"):
+        content[name] = Run(**content[name])
+    return Expected(**content)
 
 
 def _train(server: Server) -> Expected:

@@ -183,10 +183,10 @@ def a_status(**fields: Any) -> HeadStatus:
 
 
 def test_what_a_head_of_a_later_release_says_in_addition_is_ignored() -> None:
-    told = a_status().model_dump(mode="json") | {"mood": "good"}
+    said = a_status().model_dump(mode="json") | {"mood": "good"}
     held = {"models": [{"model_id": "s:train:0", "mood": "good"}], "mood": "good"}
 
-    assert HeadStatus.model_validate(told) == a_status()
+    assert HeadStatus.model_validate(said) == a_status()
     assert HeldModels.model_validate(held).models[0].model_id == "s:train:0"
     assert Saved.model_validate({"checkpoints": [], "mood": "good"}).checkpoints == []
 
