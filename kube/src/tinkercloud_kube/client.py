@@ -13,6 +13,7 @@ from typing import Any, Literal
 from urllib.parse import parse_qsl
 
 import aiohttp
+import yaml
 from kubernetes.aio import client, config
 from kubernetes.aio.client.rest import RESTResponse
 
@@ -119,7 +120,8 @@ async def credentials() -> client.Configuration:
             await config.load_kube_config(  # type: ignore[no-untyped-call]
                 os.environ.get("KUBECONFIG"), client_configuration=configuration
             )
-    except config.ConfigException as error:
+    # A file that is no mapping, such as an empty one, is a TypeError.
+    except (config.ConfigException, OSError, TypeError, yaml.YAMLError) as error:
         raise NoCredentials(
             "there are no credentials for a Kubernetes cluster: run in a pod with a service"
             f" account, or set KUBECONFIG to the path of a kubeconfig: {error}"
