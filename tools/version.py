@@ -26,6 +26,7 @@ PLACES = {
     ],
     "charts/tinkercloud/charts/*/Chart.yaml": [rf"^version: ({RELEASE})"],
     "charts/tinkercloud/ci/*.yaml": [IMAGE],
+    "charts/tinkercloud/examples/*.yaml": [IMAGE],
     "crds/examples/*.yaml": [IMAGE],
     "deploy/argocd/*.yaml": [rf"^ +targetRevision: v({RELEASE})"],
     "deploy/flux/*.yaml": [rf"^ +tag: v({RELEASE})"],
@@ -36,6 +37,10 @@ PLACES = {
         rf"^ +helm\.sh/chart: tinkercloud-({RELEASE})",
     ],
     "docs/operate/*.md": [IMAGE, rf"\$\{{image%%:\*\}}:({RELEASE})"],
+    "docs/operate/quickstart.md": [
+        rf"charts/tinkercloud[a-z-]* --version ({RELEASE})",
+        rf"\b(?:Tenant|the chart) of ({RELEASE})",
+    ],
     "docs/use/http-api.md": [rf'"version": "({RELEASE})"'],
 }
 """Where the version is named: for each pattern of files, expressions whose group is the version."""

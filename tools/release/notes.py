@@ -34,7 +34,7 @@ def notes(changelog: str, version: str) -> str:
 def main() -> None:
     """Write the file, or exit with the difference."""
     tag, file = sys.argv[1:]
-    project = tomllib.loads((ROOT / "api_server" / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     if tag != f"v{project['version']}":
         sys.exit(f"the tag is {tag}, but the packages have version {project['version']}")
     try:
