@@ -77,7 +77,7 @@ class StubHeads(HeadClient):
         if session in self.capacities:
             return a_head_status(self.capacities[session])
         more = self.most[session] - 1 if session in self.most else None
-        return a_head_status(HeadCapacity(1, 100, 0, 0, more))
+        return a_head_status(HeadCapacity(1, 100, 0, 0, more, held=("one:train:0",)))
 
     async def save(self, session: str, request: HeadRequest) -> SaveResult:
         self.requests.append((session, request))
