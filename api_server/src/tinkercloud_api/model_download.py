@@ -6,9 +6,8 @@ from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
-from huggingface_hub.utils import validate_repo_id
 
-from tinkercloud_api.models import UNWANTED, WANTED, ModelNotFoundError, resolve
+from tinkercloud_api.models import UNWANTED, WANTED, ModelNotFoundError, cached, resolve
 from tinkercloud_api.preflight import CannotServeError, check_weights
 
 _PICKLED = "pytorch_model*.bin"
@@ -28,24 +27,20 @@ def download_missing(models: Mapping[str, str]) -> None:
         ModelNotFoundError: the hub does not have a model, or does not respond.
     """
     for name, where in models.items():
-        if not Path(where).expanduser().is_dir() and _is_id(where) and not _is_cached(name, where):
+        if not Path(where).expanduser().is_dir() and _is_missing(name, where):
             _download(name, where)
 
 
-def _is_id(where: str) -> bool:
+def _is_missing(name: str, where: str) -> bool:
+    """Return whether `where` is a model id, and the cache lacks the model or a part of it."""
     try:
-        validate_repo_id(where)
+        cached(where)
+        check_weights(name, Path(resolve(name, where).local_path or ""))
     except HFValidationError:
         return False
-    return True
-
-
-def _is_cached(name: str, where: str) -> bool:
-    try:
-        check_weights(name, Path(resolve(name, where).local_path or ""))
-    except (ModelNotFoundError, CannotServeError):
-        return False
-    return True
+    except (OSError, ModelNotFoundError, CannotServeError):
+        return True
+    return False
 
 
 def _download(name: str, where: str) -> None:
