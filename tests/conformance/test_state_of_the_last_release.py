@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tinker
 
+from tinkercloud_protocol.releases import this_release
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.state_of_release import (
@@ -98,16 +99,17 @@ def newer_folder(state: Path) -> str:
     file = state / "version.json"
     file.write_text('{"version": 2, "release": "9.0.0"}')
     return (
-        f"error: state_dir: {file} has version 2 (of release 9.0.0), and release 0.1.0 reads"
-        " version 1; use release 9.0.0 or newer, or restore a backup from before the upgrade"
+        f"error: state_dir: {file} has version 2 (of release 9.0.0), and release"
+        f" {this_release()} reads version 1; use release 9.0.0 or newer, or restore a backup from"
+        " before the upgrade"
     )
 
 
 def newer_catalog(state: Path) -> str:
     """Make the catalog that of a newer release."""
     return _other_catalog(state, "9.0.0_quotas") + (
-        "release 0.1.0 reads revisions up to 0.1.0; use release 9.0.0 or newer, or restore a backup"
-        " from before the upgrade"
+        f"release {this_release()} reads revisions up to 0.1.0; use release 9.0.0 or newer, or"
+        " restore a backup from before the upgrade"
     )
 
 

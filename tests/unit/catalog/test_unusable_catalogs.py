@@ -11,6 +11,7 @@ from sqlalchemy import text
 from tinkercloud_api.catalog.backup import BackupError, back_up
 from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_protocol.releases import this_release
 
 
 def keys(*arguments: str, state_dir: Path) -> subprocess.CompletedProcess[str]:
@@ -53,8 +54,8 @@ async def test_a_catalog_of_a_newer_release_is_refused_unchanged(database_url: s
     await at_revision(database_url, "9.0.0_quotas")
 
     assert (await refusal(database_url)).endswith(
-        "has revision 9.0.0_quotas, and release 0.1.0 reads revisions up to 0.1.0; use release"
-        " 9.0.0 or newer, or restore a backup from before the upgrade"
+        f"has revision 9.0.0_quotas, and release {this_release()} reads revisions up to 0.1.0; use"
+        " release 9.0.0 or newer, or restore a backup from before the upgrade"
     )
 
 
@@ -78,7 +79,7 @@ async def test_a_command_refuses_a_newer_catalog_in_a_sentence(tmp_path: Path) -
     refused = keys("keys", "list", state_dir=tmp_path)
 
     assert refused.returncode == 1
-    assert "has revision 9.0.0, and release 0.1.0" in " ".join(refused.stderr.split())
+    assert f"has revision 9.0.0, and release {this_release()}" in " ".join(refused.stderr.split())
     assert "Traceback" not in refused.stderr
 
 

@@ -30,6 +30,7 @@ from tinkercloud_protocol.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.object_store import open_store
 from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.releases import this_release
 from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
@@ -310,7 +311,8 @@ async def test_damaged_files_are_detected(objects: ObjectStore, damaged: bytes) 
 
 async def test_a_manifest_of_a_newer_format_is_rejected(objects: ObjectStore) -> None:
     content = encode_manifest(a_manifest()).replace(b'"format_version": 3', b'"format_version": 99')
-    content = content.replace(b'"release": "0.1.0"', b'"release": "9.0.0"')
+    ours = f'"release": "{this_release()}"'
+    content = content.replace(ours.encode(), b'"release": "9.0.0"')
     await obstore.put_async(objects, PATH.manifest_key, content)
 
     with pytest.raises(InvalidRequest) as refused:
@@ -318,8 +320,8 @@ async def test_a_manifest_of_a_newer_format_is_rejected(objects: ObjectStore) ->
 
     assert str(refused.value) == (
         f"{PATH} can't be read: its manifest.json has version 99 (of release 9.0.0), and release"
-        " 0.1.0 reads versions 1 to 3; use release 9.0.0 or newer, or a checkpoint or backup that"
-        " this release wrote"
+        f" {this_release()} reads versions 1 to 3; use release 9.0.0 or newer, or a checkpoint or"
+        " backup that this release wrote"
     )
 
 

@@ -28,7 +28,7 @@ from tinkercloud_protocol.launch import (
     Saved,
     protocol_refusal,
 )
-from tinkercloud_protocol.releases import Versions
+from tinkercloud_protocol.releases import Versions, this_release
 from tinkercloud_protocol.usage import UsageReport
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head, served
@@ -125,7 +125,8 @@ async def test_a_head_of_the_next_release_is_used_and_others_are_refused_in_a_se
         503,
         {
             "detail": f"session head 'h' is of release 7.0.0 and speaks {spoken} of the head"
-            f" protocol, but this API server is of release 0.1.0 and speaks {HEAD_PROTOCOL};"
+            f" protocol, but this API server is of release {this_release()} and speaks"
+            f" {HEAD_PROTOCOL};"
             " upgrade the one that is older: API servers with their chart, a head by suspending"
             " and resuming TrainingSession ts-1"
         },
