@@ -249,6 +249,28 @@ async def test_requests_that_failed_for_another_client_are_not_repeated(tmp_path
         assert await head.loss(3) == after
 
 
+async def test_a_client_that_attaches_while_a_run_is_recovered_loses_no_confirmed_step(
+    tmp_path: Path,
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        head.add(1)
+        head.apply(2)
+        head.add(3)
+        head.apply(4)
+        await head.confirmed()
+        await head.answer(4)
+        head.add(5)
+        before = await head.loss(5)
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        following = await head.service.attach_model(str(MODEL))
+        head.add(following)
+        assert await head.loss(following) == before
+
+
 async def test_repeated_requests_are_neither_counted_nor_charged_again(tmp_path: Path) -> None:
     root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
     with a_head(root, tmp_path, "g1", journals=journals) as head:

@@ -212,8 +212,11 @@ class ModelQueue:
             Unavailable: the queue was closed.
             Exception: any exception that the work raises.
         """
+        return await self._run_before(self.sequencer.first_missing, work)
+
+    async def _run_before(self, seq_id: int, work: Callable[[], Awaitable[T]]) -> T:
         outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._unnumbered.append(WorkBetween(self.sequencer.first_missing, work, outcome))
+        self._unnumbered.append(WorkBetween(seq_id, work, outcome))
         self._idle.clear()
         self._arrived.set()
         return await outcome
@@ -237,12 +240,24 @@ class ModelQueue:
         self._is_paused = False
         self._arrived.set()
 
-    async def attach(self) -> int:
+    async def attach(self, repeated_until: int = -1) -> int:
         """Let another client continue the order; return the number of its first request.
 
         The running request finishes, those that wait fail, and the gradient is dropped.
+
+        Args:
+            repeated_until: the last request that another head may have run, so that its client may
+                have read the result. Those up to it run first, unless a number is missing.
+
+        Raises:
+            Unavailable: the queue was closed.
         """
-        self._is_attaching = True
+        following = min(repeated_until + 1, self.sequencer.first_missing)
+
+        async def hold() -> None:
+            self._is_attaching = True
+
+        await self._run_before(following, hold)
         try:
             await self._idle.wait()
             for seq_id in self.sequencer.skip_gap():

@@ -145,7 +145,8 @@ class HeadService:
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
-        return await self._model(model_id).queue.attach()
+        model = self._model(model_id)
+        return await model.queue.attach(model.operations.repeated_until)
 
     @property
     def results(self) -> Results:
