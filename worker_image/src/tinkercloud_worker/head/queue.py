@@ -257,7 +257,9 @@ class ModelQueue:
         async def hold() -> None:
             self._is_attaching = True
 
-        await self._run_before(following, hold)
+        if following > self.sequencer.next_seq_id:
+            await self._run_before(following, hold)
+        self._is_attaching = True
         try:
             await self._idle.wait()
             for seq_id in self.sequencer.skip_gap():
