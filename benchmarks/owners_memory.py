@@ -93,7 +93,8 @@ def tokens(chance: random.Random, length: int) -> list[int]:
 def idle_memory(server: Server) -> int:
     """Return the MiB of physical memory of the head once it has freed its caches."""
     time.sleep(IDLE_SECONDS)
-    return sum(psutil.Process(pid).memory_info().rss for pid in server.head_pids()) // MIB
+    total: int = sum(psutil.Process(pid).memory_info().rss for pid in server.head_pids())
+    return total // MIB
 
 
 if __name__ == "__main__":
