@@ -15,6 +15,7 @@ from tinkercloud_testing.simulation.heads import Head, HeadSpeed
 from tinkercloud_testing.simulation.kuberay import KubeRay
 from tinkercloud_testing.simulation.nodes import Nodes, component_of, session_of
 from tinkercloud_testing.simulation.operator_process import OperatorProcess
+from tinkercloud_testing.simulation.orphans import Orphans
 from tinkercloud_testing.simulation.places import PlacesOnClusters
 from tinkercloud_testing.simulation.store import Store
 from tinkercloud_testing.simulation.virtual_time import Clock, VirtualLoop, until
@@ -69,6 +70,7 @@ class World:
         self.operator = OperatorProcess(
             self.network, self._answer, random.Random(seed + 4), self.violate
         )
+        self.orphans = Orphans(self.server, self.store, self.nodes.heads, self.note)
         self.clients_act = asyncio.Event()
         self.wait_longer = 0.0
         """Seconds that pass before the next event, in addition."""
@@ -81,7 +83,8 @@ class World:
         """Start the operator and the simulated controllers."""
         self.clients_act.set()
         self.operator.start()
-        self._tasks.append(asyncio.create_task(self._control()))
+        self.background(self._control())
+        self.background(self.orphans.drop())
 
     # What is recorded.
 
@@ -190,7 +193,7 @@ class World:
             recent = [
                 each for each in self.network.writes if each.at > self.loop.time() - QUIET_SECONDS
             ]
-            if not recent:
+            if not (recent or self.orphans.unclaimed):
                 self.note("settled")
                 return
         counts = [each.what for each in self.network.writes if each.at > end - QUIET_SECONDS]
