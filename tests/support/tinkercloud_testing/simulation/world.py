@@ -1,6 +1,7 @@
 """A simulated cluster with the operator in it, and how it comes to rest."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -22,8 +23,8 @@ from tinkercloud_testing.simulation.virtual_time import Clock, VirtualLoop, unti
 
 _TICK_SECONDS = 0.5
 """Interval at which the simulated controllers look at what has changed."""
-_SILENT_TICKS = 20
-"""Controllers also look after so many intervals without a change, because of time-outs."""
+_SILENT_SECONDS = 10.0
+"""Controllers also look after so long without a change, because of time-outs."""
 QUIET_SECONDS = 400.0
 """Time without a write after which the API server is quiet: longer than a resync."""
 _PATIENCE_SECONDS = 4 * 3600.0
@@ -119,15 +120,17 @@ class World:
     # What others do.
 
     async def _control(self) -> None:
-        seen, silent = -1, 0
+        changed = asyncio.Event()
+        self.server.subscribers.append(lambda *_: changed.set())
         while True:
-            silent += 1
-            if self.server.version != seen or silent >= _SILENT_TICKS:
-                seen, silent = self.server.version, 0
-                self.kuberay.sync()
-                self.nodes.schedule()
-                self.nodes.sync(self.loop.time())
-                self.server.collect_garbage()
+            changed.clear()
+            self.kuberay.sync()
+            self.nodes.schedule()
+            self.nodes.sync(self.loop.time())
+            self.server.collect_garbage()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_SECONDS):
+                    await changed.wait()
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _answer(self, method: str, session: str, path: str) -> bytes:
