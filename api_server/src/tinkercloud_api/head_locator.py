@@ -363,12 +363,32 @@ class HeadLocator:
         sampler = await self._sampler(target)
         endpoint = await self.head_of(target)
         if endpoint == refused:
-            # What is known of the run is older than its move.
             run_id = sampler.run_id if sampler is not None else target
             known = self._runs.get(run_id or "") or sampler
             assert known is not None  # noqa: S101 - `find` has looked it up
+            if run_id is not None and await self._has_returned(run_id, known.placement, refused):
+                return await self._continue_on(refused, run_id)
+            # What is known of the run is older than its move.
             await self._provider.changed(known.placement)
             endpoint = await self.head_of(target)
+        return endpoint
+
+    async def _has_returned(self, run_id: str, placement: Placement, refused: HeadEndpoint) -> bool:
+        """Return whether a run was moved back to a head that still refuses it."""
+        try:
+            await self._provider.confirm(placement)
+        except Unavailable:
+            return False
+        return await self.head_of_run(run_id) == refused
+
+    async def _continue_on(self, endpoint: HeadEndpoint, run_id: str) -> HeadEndpoint:
+        """Continue a run on a head that it has returned to; return the head."""
+        row = await self._catalog.run(run_id)
+        if row is None or row.generation != endpoint.generation:
+            # Another server has resumed it on the head that it returns from.
+            return await asyncio.shield(self._placement_task(run_id))
+        # No request has reached it in between, so that its last state is still this head's.
+        await self._calls.delete(endpoint, f"{routes.HEAD_MOVE_MODEL}/{run_id}", set())
         return endpoint
 
     async def run_of_sampler(self, sampler_id: str) -> str | None:

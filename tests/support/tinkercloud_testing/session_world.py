@@ -58,6 +58,7 @@ SETTINGS = Settings(api_url="http://api.default.svc:80")
 RAY_CLUSTER = ChildKey("RayCluster", "one")
 JOB = ChildKey("Job", "one-program")
 HEAD_CONFIG = ChildKey("ConfigMap", "one-config")
+HEAD_SERVICE = ChildKey("Service", "one-head")
 PROBLEM = PodProblem(Reason.IMAGE_PULL_BACK_OFF, "container head: no such image")
 STORE_ERROR = "could not suspend one:train:0: the store s3://runs does not respond"
 LOADING_ERROR = "the session head is loading its model; send the request again"
@@ -206,7 +207,9 @@ class World:
         if request.kind == "suspend" and head.is_started:
             self.stopping.add(request.incarnation)
             self.pods[head.name] = replace(head, is_ready=False)
-        error = self.store_error if head.is_started else LOADING_ERROR
+        error = self._unreachable()
+        if error is None:
+            error = self.store_error if head.is_started else LOADING_ERROR
         if error is not None:
             before = self.session.failed_saves.get(key)
             attempts = before.attempts + 1 if before is not None else 1
@@ -220,6 +223,15 @@ class World:
             self.change(pending_saves=self.session.pending_saves - {key})
             failed = {other: it for other, it in self.session.failed_saves.items() if other != key}
             self.change(failed_saves=failed)
+
+    def _unreachable(self) -> str | None:
+        """Return why a request does not get to the head, if it does not."""
+        if not self.has_secret:
+            return "KeyError: 'token'"
+        service = self.children.get(HEAD_SERVICE, {})
+        if not service.get("spec"):
+            return "ClientConnectionError: one-head does not resolve"
+        return None
 
     # KubeRay, Kueue, the kubelet.
 

@@ -5,7 +5,14 @@ import pytest
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide.actions import SaveRequest
 from tinkercloud_testing.session_conditions import is_true
-from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, STORE_ERROR, World, a_world
+from tinkercloud_testing.session_world import (
+    HEAD_SERVICE,
+    RAY_CLUSTER,
+    SETTINGS,
+    STORE_ERROR,
+    World,
+    a_world,
+)
 from tinkercloud_testing.sessions import a_base_model
 
 HOUR = 3600
@@ -180,6 +187,54 @@ def test_a_deleted_session_says_why_its_last_checkpoint_is_missing() -> None:
     operate_for(world, 10)
 
     assert STORE_ERROR in (world.status.message or "")
+
+
+@pytest.mark.parametrize(
+    ("role", "stop"),
+    [
+        ("Trainer", "its owner suspends it"),
+        ("Trainer", "half an hour passes"),
+        ("Sampler", "it is deleted"),
+        ("Pool", "a node is cordoned"),
+        ("Pool", "it is deleted"),
+        ("Spare", "it is deleted"),
+    ],
+)
+@pytest.mark.parametrize("lost", ["the Service is deleted", "the Secret is deleted"])
+def test_what_a_save_request_needs_is_created_again_while_a_session_stops(
+    lost: str, role: str, stop: str
+) -> None:
+    world = a_world("workers", "it settles")
+    world.change(spec=world.session.spec.model_copy(update={"role": role}))
+    world.happen("the operator reconciles", stop, lost)
+
+    operate_for(world, 40)
+
+    assert world.session.completed_saves, world.session.failed_saves
+    assert world.is_gone or not is_kept(world)
+
+
+@pytest.mark.parametrize("stop", ["its owner suspends it", "it is deleted"])
+def test_all_that_pods_need_is_kept_while_a_save_takes_long(stop: str) -> None:
+    world = a_world("workers", "it settles", "the head stops responding", stop)
+    operate_for(world, 2)
+    kept = set(world.children)
+    for kind in ("Service", "ConfigMap", "NetworkPolicy", "PodDisruptionBudget"):
+        world.lose_child(kind)
+
+    operate_for(world, 2)
+
+    assert set(world.children) == kept
+    assert world.observe().has_secret
+
+
+def test_a_session_whose_pods_end_gets_nothing_back_that_is_deleted() -> None:
+    world = a_world("workers", "it settles", "its owner suspends it")
+    operate_for(world, 10)
+    assert not is_kept(world)
+    world.happen("the Service is deleted", "the operator reconciles")
+
+    assert HEAD_SERVICE not in world.children
 
 
 def test_a_lost_head_ends_the_wait() -> None:

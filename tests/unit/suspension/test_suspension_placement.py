@@ -17,7 +17,7 @@ from tinkercloud_api.checkpoints import Checkpoints
 from tinkercloud_api.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement
 from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import StateLost
+from tinkercloud_protocol.errors import StateLost, Unavailable
 from tinkercloud_protocol.hyperparameters import LoraConfig
 from tinkercloud_protocol.launch import (
     BaseModelSource,
@@ -44,6 +44,22 @@ RUN = "s:train:0"
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
 
 
+class Place(OneHead):
+    """A provider that knows a place of the run, which may be older than its last move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_place: HeadEndpoint | None = None
+        """The head that the run has been moved to, before that is known."""
+
+    async def changed(self, _placement: Placement) -> None:
+        self.endpoint, self.next_place = self.next_place or self.endpoint, None
+
+    async def confirm(self, _placement: Placement) -> None:
+        if self.next_place is not None:
+            raise Unavailable("the run is being moved")
+
+
 @dataclass
 class World:
     """A catalog, an object store, and the heads and servers that share them."""
@@ -51,7 +67,7 @@ class World:
     folder: Path
     catalog: Catalog
     checkpoints: Checkpoints
-    provider: OneHead
+    provider: Place
     client: aiohttp.ClientSession
 
     def server(self) -> HeadLocator:
@@ -121,7 +137,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     )
     checkpoints = Checkpoints(catalog, open_store((tmp_path / "store").as_uri()))
     async with aiohttp.ClientSession() as client:
-        yield World(tmp_path, catalog, checkpoints, OneHead(), client)
+        yield World(tmp_path, catalog, checkpoints, Place(), client)
     await catalog.close()
 
 
@@ -143,6 +159,64 @@ async def test_a_suspended_run_resumes_in_the_next_head(world: World) -> None:
         found = await asyncio.gather(*[server.head_of_run(RUN) for _ in range(5)])
 
         assert found == [second] * 5
+        assert await generation_of_run(world) == "g2"
+
+
+async def move(world: World, source: HeadEndpoint, target: HeadEndpoint) -> None:
+    """Let a head give the run away, and place the run on another one."""
+    await world.call(source, f"{routes.HEAD_MOVE_MODEL}/{RUN}")
+    world.provider.endpoint = target
+
+
+async def test_a_run_that_returns_before_another_head_was_asked_for_it_continues(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        await server.head_of_run(RUN)
+        await world.wait_until_created(first)
+
+        await move(world, first, second)
+        await move(world, second, first)
+
+        assert await server.head_of_run(RUN) == first, "the head that will refuse it"
+        assert await server.head_after(RUN, first) == first
+        await world.wait_until_created(first)
+        assert await generation_of_run(world) == "g1"
+
+
+async def test_a_run_that_returns_after_another_server_had_resumed_it_elsewhere_continues(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        await server.head_of_run(RUN)
+        await world.wait_until_created(first)
+
+        await move(world, first, second)
+        await world.server().head_of_run(RUN)
+        assert await generation_of_run(world) == "g2"
+        await move(world, second, first)
+
+        assert await server.head_after(RUN, first) == first
+        await world.wait_until_created(first)
+        assert await generation_of_run(world) == "g1"
+
+
+async def test_a_run_that_is_still_being_moved_is_not_continued_on_the_head_that_it_leaves(
+    world: World,
+) -> None:
+    server = world.server()
+    async with world.head("g1") as first, world.head("g2") as second:
+        world.provider.endpoint = first
+        await server.head_of_run(RUN)
+        await world.wait_until_created(first)
+        await world.call(first, f"{routes.HEAD_MOVE_MODEL}/{RUN}")
+        world.provider.next_place = second
+
+        assert await server.head_after(RUN, first) == second
         assert await generation_of_run(world) == "g2"
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from tinkercloud_kube.objects import Manifest
 
+_SCALARS = (str, int, float, type(None))
+
 
 def is_up_to_date(wanted: Manifest, live: Manifest | None) -> bool:
     """Return whether a live object has every field of the manifest."""
@@ -14,12 +16,15 @@ def is_up_to_date(wanted: Manifest, live: Manifest | None) -> bool:
 
 
 def _holds(wanted: object, live: object) -> bool:
-    if isinstance(wanted, Mapping):
+    # Most values are scalars, and asking whether one is a Mapping takes ten times as long.
+    if isinstance(wanted, _SCALARS):
+        return wanted == live
+    if isinstance(wanted, (dict, Mapping)):
         fields = {} if live is None else live
-        return isinstance(fields, Mapping) and all(
+        return isinstance(fields, (dict, Mapping)) and all(
             _holds(value, fields.get(key)) for key, value in wanted.items()
         )
-    if isinstance(wanted, Sequence) and not isinstance(wanted, str):
+    if isinstance(wanted, Sequence):
         return _same_items(wanted, live if live is not None else [])
     return wanted == live
 

@@ -91,7 +91,7 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             program = _program_actions(observed, decision, settings, is_ready=is_ready(new_status))
             return reporting_plan(observed, [*own, *program], new_status, recheck_seconds)
         case DesiredState.SUSPENDED | DesiredState.FINISHED:
-            stopping = _Stopping(decision, _head_shape(observed, effective))
+            stopping = _Stopping(decision, effective)
             plan = _stop(observed, stopping, settings, new_status, recheck_seconds)
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
@@ -181,30 +181,64 @@ def _actions_to_run(
     """Yield the actions that make a session run: the finalizer first, the pods last."""
     if not isinstance(effective, ResolvedSpec):
         return
-    build = Build(
+    build = _build(observed, effective, settings)
+    if observed.spec.role != "Sampler" and not observed.has_finalizer:
+        yield SetFinalizer(present=True)
+    if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
+        return
+    if not _can_claim_devices(observed, effective):
+        return
+    yield from _support_actions(observed, build)
+    if awaited_head(observed) is not None:
+        # A new head would continue from what the old one has not written yet.
+        return
+    wanted, live = _owned(ray_cluster(build), observed), observed.ray_cluster
+    if not is_up_to_date(updatable_fields(wanted, live), live):
+        yield Apply(wanted)
+
+
+def _actions_to_save(
+    observed: Observed, effective: ResolvedSpec | Rejection, settings: Settings
+) -> Iterable[Action]:
+    """Yield the actions that keep a head reachable that is asked to save.
+
+    A request needs the token in its Secret, the Service and the policy; a pod that is replaced
+    meanwhile needs the configuration.
+    """
+    if not isinstance(effective, ResolvedSpec) or observed.ray_cluster is None:
+        return
+    if _can_claim_devices(observed, effective):
+        yield from _support_actions(observed, _build(observed, effective, settings))
+
+
+def _can_claim_devices(observed: Observed, effective: ResolvedSpec) -> bool:
+    """Return whether the cluster serves the claims that the pods need, if they need any."""
+    return effective.devices is None or observed.has_device_claims
+
+
+def _build(observed: Observed, effective: ResolvedSpec, settings: Settings) -> Build:
+    return Build(
         Names(observed.name),
         effective,
         settings,
         pinned_head_config(observed, effective),
         engines=engine_pods(observed, effective),
     )
-    if observed.spec.role != "Sampler" and not observed.has_finalizer:
-        yield SetFinalizer(present=True)
-    if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
-        return
-    if effective.devices is not None and not observed.has_device_claims:
-        return
+
+
+def _support_actions(observed: Observed, build: Build) -> Iterable[Action]:
+    """Yield the actions that create or repair all children except the RayCluster.
+
+    A head whose Secret was deleted accepts the new token once the kubelet has written it to the
+    pod.
+    """
     if not observed.has_secret:
         secret = _owned(support_objects.token_secret(build), observed)
         yield CreateSecret(secret, support_objects.SECRET_KEYS)
         yield CreateSecretMarker(secret)
-    for manifest in children(build):
-        wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
-        is_cluster = manifest["kind"] == "RayCluster"
-        if is_cluster and awaited_head(observed) is not None:
-            # A new head would continue from what the old one has not written yet.
-            return
-        if not is_up_to_date(updatable_fields(wanted, live) if is_cluster else wanted, live):
+    for manifest in _support_children(build):
+        wanted = _owned(manifest, observed)
+        if not is_up_to_date(wanted, observed.children.get(key_of(manifest))):
             yield Apply(wanted)
 
 
@@ -231,6 +265,10 @@ def _program_actions(
 
 def children(build: Build) -> list[Json]:
     """Return the children of a running session, without owner references, in creation order."""
+    return [*_support_children(build), ray_cluster(build)]
+
+
+def _support_children(build: Build) -> list[Json]:
     policies = [support_objects.network_policy(build)] if build.settings.network_policies else []
     has_engines = build.resolved.sampler.backend == "sglang"
     services = [engines.engines_service(build)] if has_engines else []
@@ -241,7 +279,6 @@ def children(build: Build) -> list[Json]:
         *support_objects.claim_templates(build),
         support_objects.head_service(build),
         *services,
-        ray_cluster(build),
     ]
 
 
@@ -277,8 +314,8 @@ class _Stopping:
     """How a session stops."""
 
     decision: Decision
-    head: HeadShape | None
-    """The shape of its head, if it is known."""
+    effective: ResolvedSpec | Rejection
+    """The spec that its children follow, or why there is none."""
 
 
 def _stop(
@@ -297,21 +334,23 @@ def _stop(
             observed, _delete_support_objects(observed), new_status, recheck_seconds
         )
     started, decision = stopping_since(observed), stopping.decision
-    stop_seconds = settings.stop_seconds_of(stopping.head)
+    head = _head_shape(observed, stopping.effective)
+    stop_seconds = settings.stop_seconds_of(head)
     kind: Kind = "suspend" if decision.desired is DesiredState.SUSPENDED else "checkpoint"
     left = float(stop_seconds)
     if decision.urgent_since is not None:
         since = max(started or observed.now, decision.urgent_since)
         left = seconds_left(observed, since, stop_seconds)
     # A head that keeps failing while it loads will not save what its disk has.
-    awaited = stopping.head if decision.reason not in PERSISTENT_FAILURES else None
+    awaited = head if decision.reason not in PERSISTENT_FAILURES else None
     if left > 0 and needs_save(observed, kind, awaited):
         if started is None:
             # After a save request the head serves nothing else, so record the stop first: another
             # operator process that takes over must know of it.
             return reporting_plan(observed, [], new_status, 0.0)
         requests, wait_seconds = save_requests(observed, kind, left)
-        return reporting_plan(observed, requests, new_status, wait_seconds)
+        repairs = _actions_to_save(observed, stopping.effective, settings)
+        return reporting_plan(observed, [*requests, *repairs], new_status, wait_seconds)
     if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
     # Without the budget, pods can be evicted even if the deletion of the RayCluster is delayed.
@@ -363,7 +402,9 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     program = [Delete(key) for key in surplus_of_program(observed, None)]
     if left > 0 and needs_save(observed, kind, head):
         requests, wait_seconds = save_requests(observed, kind, left)
-        return reporting_plan(observed, [*program, *requests], new_status, wait_seconds)
+        repairs = _actions_to_save(observed, effective, settings)
+        actions = [*program, *requests, *repairs]
+        return reporting_plan(observed, actions, new_status, wait_seconds)
     if left > 0 and not is_save_recorded(observed, new_status):
         return reporting_plan(observed, [], new_status, 0.0)
     return Plan((SetFinalizer(present=False),))

@@ -104,10 +104,12 @@ def _as_base_model(resolved: ResolvedSpec) -> BaseModelSpec:
 
 
 def _differences(before: object, after: object, path: str = "") -> Iterable[str]:
+    if before == after:
+        return
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             within = f"{path}.{key}" if path else str(key)
             yield from _differences(before.get(key), after.get(key), within)
-    elif before != after:
+    else:
         is_short = len(f"{before}{after}") < 80
         yield f"{path} ({before}, now {after})" if is_short else path

@@ -14,6 +14,8 @@ from tinkercloud_testing.simulation.store import Store, StoreAway
 from tinkercloud_testing.simulation.virtual_time import until
 
 _RANK_BYTES = 1 << 20
+_NOT_CREATED_SECONDS = 900.0
+"""Of `tinkercloud_worker.head.suspended_models`."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Head:
     is_hanging: bool = False
     """Whether it answers nothing and fails its probes."""
     is_dead: bool = False
-    given_away: set[str] = field(default_factory=set)
+    given_away: dict[str, float | None] = field(default_factory=dict)
+    """Runs that it has given away, with the time until which it refuses them if it had not known
+    them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when it may be ready, or not ready any more."""
     _saving: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -109,7 +113,7 @@ class Head:
             run: the run.
             known: whether it has been created before.
         """
-        if not self.serves or run in self.given_away:
+        if not self.serves or not self._accepts(run, known=known):
             return None
         if run not in self.models:
             if len(self.models) >= self.most_models:
@@ -136,7 +140,22 @@ class Head:
             self.disk.journals[run] = steps
         return steps
 
-    # What the operator and the kubelet ask for.
+    def _accepts(self, run: str, *, known: bool) -> bool:
+        """Return whether it continues a run, possibly one that it has given away and that returns.
+
+        If it had the run last, API servers take it back; otherwise they resume it. A head that gave
+        a run away before it knew it accepts it only after a while, and never creates it.
+        """
+        if run not in self.given_away:
+            return True
+        until = self.given_away[run]
+        is_late = until is None or asyncio.get_running_loop().time() >= until
+        is_accepted = known and (is_late or self.store.claims.get(run) == self.incarnation)
+        if is_accepted:
+            del self.given_away[run]
+        return is_accepted
+
+    # What the operator, the API servers and the kubelet ask for.
 
     async def answer(self, method: str, path: str) -> bytes:
         """Answer a request of the operator.
@@ -168,10 +187,11 @@ class Head:
                 return await self._checkpoint([run])
             case ("DELETE", routes.HEAD_MODELS):
                 self._drop(run)
+                self.given_away.pop(run, None)
             case ("POST", routes.HEAD_MOVE_MODEL):
                 await self._give_away(run)
             case ("DELETE", routes.HEAD_MOVE_MODEL):
-                self.given_away.discard(run)
+                self.given_away.pop(run, None)
             case _:
                 raise HeadRefused(404, f"{method} {path}")
         return b""
@@ -240,10 +260,13 @@ class Head:
             return
         await asyncio.sleep(min(2.0, self.speed.save))
         self.store.check()
+        refuses_until = None
         if run in self.models:
             self.store.save(run, self.models[run], self.incarnation)
             self._drop(run)
-        self.given_away.add(run)
+        else:
+            refuses_until = asyncio.get_running_loop().time() + _NOT_CREATED_SECONDS
+        self.given_away[run] = refuses_until
 
     def _status(self) -> bytes:
         held, size = len(self.models), 8 * _RANK_BYTES

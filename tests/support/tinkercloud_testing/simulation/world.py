@@ -1,6 +1,7 @@
 """A simulated cluster with the operator in it, and how it comes to rest."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Coroutine, Mapping
 from typing import Any
@@ -15,14 +16,15 @@ from tinkercloud_testing.simulation.heads import Head, HeadSpeed
 from tinkercloud_testing.simulation.kuberay import KubeRay
 from tinkercloud_testing.simulation.nodes import Nodes, component_of, session_of
 from tinkercloud_testing.simulation.operator_process import OperatorProcess
+from tinkercloud_testing.simulation.orphans import Orphans
 from tinkercloud_testing.simulation.places import PlacesOnClusters
 from tinkercloud_testing.simulation.store import Store
 from tinkercloud_testing.simulation.virtual_time import Clock, VirtualLoop, until
 
 _TICK_SECONDS = 0.5
 """Interval at which the simulated controllers look at what has changed."""
-_SILENT_TICKS = 20
-"""Controllers also look after so many intervals without a change, because of time-outs."""
+_SILENT_SECONDS = 10.0
+"""Controllers also look after so long without a change, because of time-outs."""
 QUIET_SECONDS = 400.0
 """Time without a write after which the API server is quiet: longer than a resync."""
 _PATIENCE_SECONDS = 4 * 3600.0
@@ -69,6 +71,7 @@ class World:
         self.operator = OperatorProcess(
             self.network, self._answer, random.Random(seed + 4), self.violate
         )
+        self.orphans = Orphans(self.server, self.store, self.nodes.heads, self.note)
         self.clients_act = asyncio.Event()
         self.wait_longer = 0.0
         """Seconds that pass before the next event, in addition."""
@@ -81,7 +84,8 @@ class World:
         """Start the operator and the simulated controllers."""
         self.clients_act.set()
         self.operator.start()
-        self._tasks.append(asyncio.create_task(self._control()))
+        self.background(self._control())
+        self.background(self.orphans.drop())
 
     # What is recorded.
 
@@ -116,15 +120,17 @@ class World:
     # What others do.
 
     async def _control(self) -> None:
-        seen, silent = -1, 0
+        changed = asyncio.Event()
+        self.server.subscribers.append(lambda *_: changed.set())
         while True:
-            silent += 1
-            if self.server.version != seen or silent >= _SILENT_TICKS:
-                seen, silent = self.server.version, 0
-                self.kuberay.sync()
-                self.nodes.schedule()
-                self.nodes.sync(self.loop.time())
-                self.server.collect_garbage()
+            changed.clear()
+            self.kuberay.sync()
+            self.nodes.schedule()
+            self.nodes.sync(self.loop.time())
+            self.server.collect_garbage()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_SECONDS):
+                    await changed.wait()
             await asyncio.sleep(_TICK_SECONDS)
 
     async def _answer(self, method: str, session: str, path: str) -> bytes:
@@ -190,7 +196,7 @@ class World:
             recent = [
                 each for each in self.network.writes if each.at > self.loop.time() - QUIET_SECONDS
             ]
-            if not recent:
+            if not (recent or self.orphans.unclaimed):
                 self.note("settled")
                 return
         counts = [each.what for each in self.network.writes if each.at > end - QUIET_SECONDS]
