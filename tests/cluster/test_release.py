@@ -6,7 +6,6 @@ The tests depend on each other: each continues from the state that the previous 
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +28,12 @@ from tinkercloud_testing.cluster.installation import (
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.node_config import REGISTRY
-from tinkercloud_testing.cluster.program_images import TARGETS, layout_folder, program_image
+from tinkercloud_testing.cluster.program_images import (
+    BY_HAND,
+    TARGETS,
+    layout_folder,
+    program_image,
+)
 from tinkercloud_testing.cluster.releases import Release, a_registry, previous_tree, publish
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sdk_steps import a_text
@@ -38,7 +42,7 @@ from tinkercloud_testing.waiting import wait_until
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif("TINKERCLOUD_TEST_RELEASE" not in os.environ, reason="takes long: by hand"),
+    pytest.mark.skipif(not BY_HAND, reason="takes long: make release-check"),
 ]
 
 VALUES = """\

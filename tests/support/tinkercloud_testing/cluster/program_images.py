@@ -18,12 +18,14 @@ from typing import Any
 from tinkercloud_testing.cluster.images import Image, Layer
 from tinkercloud_testing.cluster.programs import ROOT, layer_folder, locked
 
+BY_HAND = "TINKERCLOUD_TEST_RELEASE" in os.environ
+"""Whether tests and images that take long are included."""
 TARGETS: Mapping[str, str] = {
     "api-server": "api-server",
     "operator": "operator",
     "worker": "worker-cpu",
     "programs": "programs",
-    "recipes": "recipes",
+    **({"recipes": "recipes"} if BY_HAND else {}),
 }
 """The target of the Dockerfile by the name of the image."""
 _BUILDER = ROOT / "tools" / "images" / "build.sh"
