@@ -64,7 +64,8 @@ class Place(OneHead):
         return await super().acquire(placement)
 
     async def changed(self, _placement: Placement) -> None:
-        self.endpoint, self.next_place = self.next_place or self.endpoint, None
+        assert self.next_place is not None, "nothing will change any more"
+        self.endpoint, self.next_place = self.next_place, None
 
     async def confirm(self, _placement: Placement) -> None:
         if self.next_place is not None:
