@@ -134,7 +134,7 @@ def _is_closed(base_model: Json) -> bool:
 
 
 def _is_drained(cluster: Json) -> bool:
-    return cluster["metadata"].get("annotations", {}).get(labels.DRAIN) == "true"
+    return bool(cluster["metadata"].get("annotations", {}).get(labels.DRAIN) == "true")
 
 
 def _slots(world: World, base_model: Json) -> int:
