@@ -163,6 +163,7 @@ class Deliveries:
             )
         except StaleEndpoint:
             self._provider.invalidate(endpoint)
+            self._locator.note_refusal(request.target, endpoint)
             raise
         except HeadUnreachable as error:
             raise Unavailable(f"{error} in the middle of its response") from None

@@ -78,6 +78,8 @@ class HeadLocator:
         self._samplers: dict[str, KnownSampler] = {}
         self._registered: set[tuple[str, str]] = set()
         """Generations of heads, with the sampling sessions that were registered with them."""
+        self._refusals: dict[str, str] = {}
+        """By run: the generation of the head that refused it last, until a head serves it."""
         self._placing: dict[str, asyncio.Task[HeadEndpoint]] = {}
 
     async def authorize_run(self, run_id: str, principal: Principal) -> bool:
@@ -218,6 +220,7 @@ class HeadLocator:
                 await self._require_suspended(run_id, run, lost)
         endpoint = await self._provider.acquire(run.placement)
         if endpoint.generation == lost:
+            await self._take_back(endpoint, run_id, run)
             return endpoint
         if lost is None:
             await self._create_on(endpoint, run_id, run, lost)
@@ -235,6 +238,7 @@ class HeadLocator:
                 " the request again"
             )
         run.generation = endpoint.generation
+        self._refusals.pop(run_id, None)
         if lost is not None:
             log.info("training run resumed", run_id=run_id, generation=endpoint.generation)
         return endpoint
@@ -358,38 +362,42 @@ class HeadLocator:
         sampler = await self._sampler(target)
         return await (self.head_of_run if sampler is None else self.head_of_sampler)(target)
 
+    def note_refusal(self, target: str, endpoint: HeadEndpoint) -> None:
+        """Record that a head refuses to serve a run or sampling session, as one that was moved."""
+        run_id = self._run_of(target)
+        if run_id in self._runs:
+            self._refusals[run_id] = endpoint.generation
+
+    def _run_of(self, target: str) -> str:
+        sampler = self._samplers.get(target)
+        return sampler.run_id or target if sampler is not None else target
+
     async def head_after(self, target: str, refused: HeadEndpoint) -> HeadEndpoint:
         """Return the head of a run or sampling session that another one has refused to serve."""
-        sampler = await self._sampler(target)
         endpoint = await self.head_of(target)
-        if endpoint == refused:
-            run_id = sampler.run_id if sampler is not None else target
-            known = self._runs.get(run_id or "") or sampler
-            assert known is not None  # noqa: S101 - `find` has looked it up
-            if run_id is not None and await self._has_returned(run_id, known.placement, refused):
-                return await self._continue_on(refused, run_id)
+        run_id = self._run_of(target)
+        known = self._runs.get(run_id) or self._samplers[target]
+        is_back = run_id in self._runs and run_id not in self._refusals
+        if endpoint == refused and not is_back:
             # What is known of the run is older than its move.
             await self._provider.changed(known.placement)
             endpoint = await self.head_of(target)
         return endpoint
 
-    async def _has_returned(self, run_id: str, placement: Placement, refused: HeadEndpoint) -> bool:
-        """Return whether a run was moved back to a head that still refuses it."""
-        try:
-            await self._provider.confirm(placement)
-        except Unavailable:
-            return False
-        return await self.head_of_run(run_id) == refused
+    async def _take_back(self, endpoint: HeadEndpoint, run_id: str, run: KnownRun) -> None:
+        """Let a head continue a run that it refuses, if the run was moved there again.
 
-    async def _continue_on(self, endpoint: HeadEndpoint, run_id: str) -> HeadEndpoint:
-        """Continue a run on a head that it has returned to; return the head."""
-        row = await self._catalog.run(run_id)
-        if row is None or row.generation != endpoint.generation:
-            # Another server has resumed it on the head that it returns from.
-            return await asyncio.shield(self._placement_task(run_id))
-        # No request has reached it in between, so that its last state is still this head's.
-        await self._calls.delete(endpoint, f"{routes.HEAD_MOVE_MODEL}/{run_id}", set())
-        return endpoint
+        The catalog names that head: no other one has resumed the run in between.
+        """
+        if self._refusals.get(run_id) != endpoint.generation:
+            return
+        try:
+            await self._provider.confirm(run.placement)
+            await self._calls.delete(endpoint, f"{routes.HEAD_MOVE_MODEL}/{run_id}", set())
+        except Unavailable as error:
+            log.info("a run is refused by its head", run_id=run_id, reason=error.message)
+        else:
+            self._refusals.pop(run_id, None)
 
     async def run_of_sampler(self, sampler_id: str) -> str | None:
         """Return the run whose unsaved weights a sampling session uses, or None if it uses none."""

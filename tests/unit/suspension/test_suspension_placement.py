@@ -51,9 +51,21 @@ class Place(OneHead):
         super().__init__()
         self.next_place: HeadEndpoint | None = None
         """The head that the run has been moved to, before that is known."""
+        self._is_known = True
+
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        self._is_known = self._is_known and self.endpoint != endpoint
+
+    def find(self, _placement: Placement) -> HeadEndpoint | None:
+        return self.endpoint if self._is_known else None
+
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
+        self._is_known = True
+        return await super().acquire(placement)
 
     async def changed(self, _placement: Placement) -> None:
-        self.endpoint, self.next_place = self.next_place or self.endpoint, None
+        assert self.next_place is not None, "nothing will change any more"
+        self.endpoint, self.next_place = self.next_place, None
 
     async def confirm(self, _placement: Placement) -> None:
         if self.next_place is not None:
@@ -181,6 +193,8 @@ async def test_a_run_that_returns_before_another_head_was_asked_for_it_continues
         await move(world, second, first)
 
         assert await server.head_of_run(RUN) == first, "the head that will refuse it"
+        world.provider.invalidate(first)
+        server.note_refusal(RUN, first)
         assert await server.head_after(RUN, first) == first
         await world.wait_until_created(first)
         assert await generation_of_run(world) == "g1"
@@ -199,6 +213,8 @@ async def test_a_run_that_returns_after_another_server_had_resumed_it_elsewhere_
         await world.server().head_of_run(RUN)
         assert await generation_of_run(world) == "g2"
         await move(world, second, first)
+        world.provider.invalidate(first)
+        server.note_refusal(RUN, first)
 
         assert await server.head_after(RUN, first) == first
         await world.wait_until_created(first)
@@ -215,6 +231,8 @@ async def test_a_run_that_is_still_being_moved_is_not_continued_on_the_head_that
         await world.wait_until_created(first)
         await world.call(first, f"{routes.HEAD_MOVE_MODEL}/{RUN}")
         world.provider.next_place = second
+        world.provider.invalidate(first)
+        server.note_refusal(RUN, first)
 
         assert await server.head_after(RUN, first) == second
         assert await generation_of_run(world) == "g2"
@@ -336,7 +354,7 @@ async def test_state_suspended_after_the_deletion_of_its_run_is_removed_later(
 async def test_pending_runs_are_counted_by_their_queue_state(
     world: World,
 ) -> None:
-    class Slow(OneHead):
+    class Slow(Place):
         def __init__(self) -> None:
             super().__init__()
             self.asked = asyncio.Event()

@@ -196,6 +196,7 @@ class Call:
             )
         except StaleEndpoint:
             self.server.provider.invalidate(endpoint)
+            self.server.locator.note_refusal(target, endpoint)
             raise
 
     def of_own(self, path: str, body: bytes, send: Send) -> "Call":

@@ -84,6 +84,10 @@ def _ignores_lost_secrets() -> Break:
     return patch.object(store, "has_secret", ignoring)
 
 
+def _repairs_nothing_while_a_head_is_to_save() -> Break:
+    return patch.object(sessions, "_actions_to_save", lambda *_: ())
+
+
 def _leaves_clusters_of_pools() -> Break:
     return patch.object(Pools, "_delete", lambda *_: _nothing())
 
@@ -122,6 +126,7 @@ BROKEN: Mapping[str, Callable[[], Break]] = {
         _moves_a_run_before_its_head_has_left_it,
         _takes_a_failed_save_for_a_save,
         _ignores_lost_secrets,
+        _repairs_nothing_while_a_head_is_to_save,
         _leaves_clusters_of_pools,
         _leaves_spares,
         _writes_every_second,

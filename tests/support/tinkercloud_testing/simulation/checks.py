@@ -124,12 +124,17 @@ def _pool_is_short(world: World, base_model: Json) -> bool:
         return True
     load = _load(world, clusters)
     slots = _slots(world, base_model)
-    is_full = all(load[each["metadata"]["name"]] >= slots for each in clusters)
+    # A drained cluster takes no more sessions, and keeps those that no other one has room for.
+    is_full = all(_is_drained(each) or load[each["metadata"]["name"]] >= slots for each in clusters)
     return is_full and len(clusters) >= spec["pool"].get("maxClusters", 1)
 
 
 def _is_closed(base_model: Json) -> bool:
     return labels.POOL_CLOSED_UNTIL in base_model["metadata"].get("annotations", {})
+
+
+def _is_drained(cluster: Json) -> bool:
+    return bool(cluster["metadata"].get("annotations", {}).get(labels.DRAIN) == "true")
 
 
 def _slots(world: World, base_model: Json) -> int:
@@ -224,7 +229,7 @@ def _pools(world: World) -> Iterator[str]:
             yield f"pool {spec['modelName']} has {len(clusters)} clusters, fewer than minClusters"
         empty = [each for each in clusters if not load[each["metadata"]["name"]]]
         for cluster in empty:
-            if cluster["metadata"].get("annotations", {}).get(labels.DRAIN) == "true":
+            if _is_drained(cluster):
                 yield f"{cluster['metadata']['name']} is drained and empty, and not deleted"
         if len(clusters) > pool.get("maxClusters", 1) and empty:
             yield f"pool {spec['modelName']} has {len(clusters)} clusters, and {len(empty)} empty"

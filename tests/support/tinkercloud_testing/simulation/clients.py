@@ -63,6 +63,8 @@ class Client:
     pauses: asyncio.Event
     steps: int = 0
     """Steps that were acknowledged."""
+    answers: int = 0
+    """Number of acknowledgements, which a loss of steps does not lower."""
     is_created: bool = False
     is_silent: bool = False
     """Whether it sends nothing for now."""
@@ -110,6 +112,7 @@ class Client:
         if steps is None:
             return
         self.is_created = True
+        self.answers += 1
         if steps <= self.steps:
             self._note_loss(steps)
         self.steps = steps

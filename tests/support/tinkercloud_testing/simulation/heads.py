@@ -15,7 +15,7 @@ from tinkercloud_testing.simulation.virtual_time import until
 
 _RANK_BYTES = 1 << 20
 _NOT_CREATED_SECONDS = 900.0
-"""Of `tinkercloud_worker.head.suspended_models`."""
+"""The same as in `tinkercloud_worker.head.suspended_models`."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,16 @@ async def _delete_the_raycluster(world: World, serving: str) -> None:
 
 
 async def _suspend_while_the_store_is_away(world: World, serving: str) -> None:
-    """Suspend for longer than any grace period; the pods must be kept until the head can save."""
+    """Suspend for longer than any grace period; the pods must be kept until the head can save.
+
+    Meanwhile somebody deletes what the operator needs to ask the head.
+    """
     world.store.is_away, world.store.away_until = True, float("inf")
     world.server.update("TrainingSession", serving, {"spec": {"suspend": True}})
-    await asyncio.sleep(900.0)
+    await asyncio.sleep(60.0)
+    world.server.delete("Secret", f"{serving}-token")
+    world.server.delete("Service", f"{serving}-head")
+    await asyncio.sleep(840.0)
     world.end_outage()
     await asyncio.sleep(300.0)
     world.server.update("TrainingSession", serving, {"spec": {"suspend": False}})

@@ -230,19 +230,19 @@ class World:
 
     async def use(self) -> None:
         """Let every client train some more steps, so that a loss shows."""
-        before = {client.run.name: client.steps for client in self.clients}
+        before = {id(client): client.answers for client in self.clients}
         for client in self.clients:
             client.is_silent = False
         self.clients_act.set()
 
         def is_used() -> bool:
             return all(
-                client.is_over or client.steps > before[client.run.name] for client in self.clients
+                client.is_over or client.answers > before[id(client)] for client in self.clients
             )
 
         await until(is_used, 900.0)
         for client in self.clients:
-            if client.steps == before[client.run.name] and client.is_served():
+            if client.answers == before[id(client)] and client.is_served():
                 self.violate(f"{client.run.name} is ready, and its client can't train")
 
     async def tear_down(self) -> None:
