@@ -19,7 +19,8 @@ from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_testing.simulation.api_server import ApiError, ApiServer, Json
 from tinkercloud_testing.simulation.virtual_time import VirtualLoop
 
-_KINDS = {plural: kind for kind, (_, plural) in _RESOURCES.items()}
+# Namespaces are a part of the paths of all other objects; nobody asks for one.
+_KINDS = {plural: kind for kind, (_, plural) in _RESOURCES.items() if kind != "Namespace"}
 
 
 @dataclass
