@@ -101,11 +101,16 @@ RUN --mount=type=cache,target=/var/cache/uv \
 FROM ${RUNTIME} AS runtime
 LABEL org.opencontainers.image.licenses=Apache-2.0 \
       org.opencontainers.image.title=Tinkercloud
-# Nothing is installed in a running container.
-RUN if command -v pip; then pip uninstall --yes --quiet --root-user-action=ignore pip setuptools wheel; fi
-ENV PATH=/opt/tinkercloud/bin:$PATH \
+# Nothing is installed in a running container. Libraries ask for the name of the user: platforms that choose the user ID have
+# no entry for it, but the variables.
+RUN if command -v pip; then pip uninstall --yes --quiet --root-user-action=ignore pip setuptools wheel; fi \
+    && echo 'tinkercloud:x:65532:65532::/tmp:/usr/sbin/nologin' >> /etc/passwd \
+    && echo 'tinkercloud:x:65532:' >> /etc/group
+ENV HOME=/tmp \
+    PATH=/opt/tinkercloud/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    USER=tinkercloud
 
 FROM runtime AS api-server
 COPY --from=deps-api-server /opt/tinkercloud /opt/tinkercloud

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 
 import aiohttp
@@ -101,12 +102,22 @@ async def _lead(
         try:
             await _watch_and_work(controller, probes, settings, stop_signal)
         except* WatchingFailed as errors:
-            log.warning("the watches failed; restarting them", error=str(errors))
+            causes = "; ".join(map(str, _single(errors)))
+            log.warning("the watches failed; restarting them", error=causes)
         # A task group that failed does not propagate that it was also cancelled.
         this = asyncio.current_task()
         if this is not None and this.cancelling():
             raise asyncio.CancelledError
         await asyncio.sleep(_RETRY_SECONDS)
+
+
+def _single(errors: BaseException) -> Iterator[BaseException]:
+    """Yield the exceptions of nested groups."""
+    if isinstance(errors, BaseExceptionGroup):
+        for each in errors.exceptions:
+            yield from _single(each)
+    else:
+        yield errors
 
 
 async def _watch_and_work(

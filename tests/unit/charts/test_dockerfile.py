@@ -50,6 +50,14 @@ def test_an_image_runs_what_its_own_stage_has_built_and_not_as_root(target: str)
     assert "ENTRYPOINT" in stage
 
 
+def test_images_have_a_name_for_their_user_whatever_its_id_is() -> None:
+    # kopf and torch ask for it when they start.
+    settings = stages()["runtime"]
+
+    assert "tinkercloud:x:65532:65532" in settings
+    assert re.search(r"ENV .*\bUSER=tinkercloud\b", settings)
+
+
 @pytest.mark.parametrize("target", sorted(set(TARGETS) - {"recipes"}))
 def test_the_dependencies_of_an_image_are_a_layer_below_our_packages(target: str) -> None:
     copies = [line for line in stages()[target].splitlines() if line.startswith("COPY")]
