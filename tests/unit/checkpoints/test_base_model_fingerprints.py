@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tinkercloud_protocol import routes
+from tinkercloud_protocol.checkpoints import CheckpointManifest, decode_manifest, encode_manifest
 from tinkercloud_protocol.errors import InvalidRequest
 from tinkercloud_protocol.fingerprints import BaseFingerprint
 from tinkercloud_protocol.ids import ModelId, SamplingSessionId
@@ -143,9 +144,8 @@ async def test_a_full_fine_tune_requires_only_the_architecture_of_its_base(
 async def test_checkpoints_without_fingerprints_are_loaded(model: Path, tmp_path: Path) -> None:
     await a_saved_run(model, tmp_path)
     (file,) = (tmp_path / "store").rglob("weights/one/manifest.json")
-    manifest = json.loads(file.read_text())
-    del manifest["base_fingerprint"], manifest["checksum"]
-    file.write_text(json.dumps(manifest))
+    manifest = decode_manifest(CheckpointManifest, file.read_bytes(), "one")
+    file.write_bytes(encode_manifest(manifest.model_copy(update={"base_fingerprint": None})))
 
     with a_head(trained_further(model), tmp_path, "g2") as head:
         assert "error" not in await loaded(head)

@@ -16,7 +16,7 @@ from tinkercloud_api.context import Context
 from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import futures, routes
+from tinkercloud_protocol import routes
 from tinkercloud_protocol.launch import Timings
 from tinkercloud_testing.providers import OneHead
 
@@ -125,16 +125,6 @@ async def test_a_failure_has_a_status(
     await client.post(server)
 
     assert client.answer == (status, {"detail": "no luck"})
-
-
-async def test_a_result_that_is_not_json_is_not_passed_on(server: Context, head: FakeHead) -> None:
-    head.answers = lambda: web.Response(body=b"\x0a" * 20, content_type=futures.PROTOBUF)
-    client = Client()
-
-    await client.post(server)
-
-    status, answer = client.answer
-    assert (status, "only as protobuf" in answer["detail"]) == (503, True)
 
 
 async def test_a_long_result_is_passed_on_unchanged(server: Context, head: FakeHead) -> None:
