@@ -99,11 +99,11 @@ test-cluster-kills: cluster-images ## lose heads 30 times with their container, 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
-e2e: cluster-images sbom $(MODEL_FOLDER) ## publish in a local registry, install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
+e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
 release-check: export TINKERCLOUD_TEST_RELEASE = 1
-release-check: e2e images ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour)
+release-check: sbom images e2e ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour)
 	@$(BIN)/pytest -rP tests/cluster/test_release.py
 
 publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr.io/example

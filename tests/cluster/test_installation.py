@@ -111,10 +111,10 @@ TINY_MODEL = "tiny/llama"
 def release(
     real_node: RealNode | ExistingNodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Release]:
-    """Publish the images and the charts in a registry, unless nodes can't reach one."""
+    """By hand, publish the images and the charts in a registry; else load images onto the node."""
     images = [program_image(name) for name in TARGETS]
     real_node.load(*images)
-    if isinstance(real_node, ExistingNodes):
+    if not BY_HAND or isinstance(real_node, ExistingNodes):
         yield UNPUBLISHED
         return
     with a_registry(tmp_path_factory.mktemp("registry")):
@@ -141,6 +141,7 @@ def installation(
         yield installed
 
 
+@pytest.mark.skipif(not BY_HAND, reason="needs images of the Dockerfile: make release-check")
 def test_every_image_of_the_service_was_pulled_from_a_registry_by_digest(
     installation: Installation, own_node: RealNode
 ) -> None:
@@ -342,7 +343,6 @@ def test_rlve_runs_in_a_job_that_create_model_started(installation: Installation
     installation.delete_session(name)
 
 
-@pytest.mark.skipif(not BY_HAND, reason="its image takes long to build: make release-check")
 def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installation) -> None:
     secret = a_secret("research-key", installation.namespace, {"apiKey": installation.key})
     session = a_session(
@@ -351,7 +351,10 @@ def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installa
         baseModel=MODEL,
         owner="bootstrap",
         lora={"rank": 8},
-        program={**RECIPE, "image": installation.source.image("recipes")},
+        program={
+            **RECIPE,
+            "image": installation.source.image("recipes" if BY_HAND else "programs"),
+        },
     )
 
     installation.cluster.apply(secret, session)

@@ -120,6 +120,20 @@ def add_bytes(tar: tarfile.TarFile, path: str, content: bytes, mode: int = 0o644
     tar.addfile(entry, io.BytesIO(content))
 
 
+def add_folder(tar: tarfile.TarFile, path: str, mode: int = 0o755) -> None:
+    """Add an empty folder."""
+    entry = tarfile.TarInfo(path.strip("/"))
+    entry.type, entry.mode = tarfile.DIRTYPE, mode
+    tar.addfile(entry)
+
+
+def add_link(tar: tarfile.TarFile, path: str, target: str) -> None:
+    """Add a symbolic link."""
+    entry = tarfile.TarInfo(path.lstrip("/"))
+    entry.type, entry.linkname = tarfile.SYMTYPE, target
+    tar.addfile(entry)
+
+
 def add_tree(
     tar: tarfile.TarFile, source: Path, target: str, *, without: Iterable[str] = ()
 ) -> None:

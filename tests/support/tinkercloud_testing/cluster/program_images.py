@@ -1,4 +1,4 @@
-"""Images of our programs, as the Dockerfile builds them with `make images`.
+"""Images of our programs: those of the Dockerfile for `make release-check`, or assembled ones.
 
 `tools/images/build.sh` builds them without Docker and a registry, and writes them into an OCI
 layout (https://github.com/opencontainers/image-spec/blob/main/image-layout.md), from which nodes
@@ -15,11 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from tinkercloud_testing.cluster.assembled_images import assembled_image
 from tinkercloud_testing.cluster.images import Image, Layer
 from tinkercloud_testing.cluster.programs import ROOT, layer_folder, locked
 
 BY_HAND = "TINKERCLOUD_TEST_RELEASE" in os.environ
-"""Whether tests and images that take long are included."""
+"""Whether images are those of the Dockerfile, and tests that take long are included."""
 TARGETS: Mapping[str, str] = {
     "api-server": "api-server",
     "operator": "operator",
@@ -27,14 +28,15 @@ TARGETS: Mapping[str, str] = {
     "programs": "programs",
     **({"recipes": "recipes"} if BY_HAND else {}),
 }
-"""The target of the Dockerfile by the name of the image."""
+"""The target of the Dockerfile by the name of the image; the assembled one of programs has the
+cookbook."""
 _BUILDER = ROOT / "tools" / "images" / "build.sh"
 
 
 def program_image(name: str) -> Image:
     """Return the image of one of our programs, `tinkercloud.test/<name>:test`.
 
-    It is built if the working tree has changed since it was.
+    It is built, or assembled, if the working tree has changed since it was.
 
     Args:
         name: a key of `TARGETS`.
@@ -42,6 +44,8 @@ def program_image(name: str) -> Image:
     Raises:
         subprocess.CalledProcessError: it can't be built.
     """
+    if not BY_HAND:
+        return assembled_image(name)
     layout, target = layout_folder(), TARGETS[name]
     record = layout / f"{target}.sources"
     with locked(layout / "lock"):
