@@ -126,13 +126,19 @@ class Client:
             self.excused.append(f"{lost}: {excuse}")
 
     def _head(self, session: Json) -> Head | None:
-        """Return the head that serves the run, as far as the API server knows."""
-        status = session.get("status", {})
-        if "endpoint" not in status or session["metadata"].get("annotations", {}).get(
-            labels.MOVING_TO
-        ):
+        """Return the head that serves the run, as far as the API server knows.
+
+        In a pool it is that of the run's cluster, although the status of the run may be older.
+        """
+        if "endpoint" not in session.get("status", {}):
             return None
-        return self.heads.get(status.get("incarnation", ""))
+        if session["metadata"].get("annotations", {}).get(labels.MOVING_TO):
+            return None
+        cluster = session["spec"].get("poolCluster")
+        serving = session if cluster is None else self.server.find("TrainingSession", cluster)
+        if serving is None:
+            return None
+        return self.heads.get(serving.get("status", {}).get("incarnation", ""))
 
     def _note_use(self, session: Json) -> None:
         now = asyncio.get_running_loop().time()
