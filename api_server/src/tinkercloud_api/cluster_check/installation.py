@@ -36,7 +36,7 @@ _ONE_NODE = (
     "rancher.io/local-path",
     "rbd.csi.ceph.com",
 )
-"""Ends of the names of provisioners whose volumes one node at a time can mount."""
+"""Suffixes of provisioners that support ReadWriteOnce only."""
 _MANY_NODES = (
     "efs.csi.aws.com",
     "fsx.csi.aws.com",
@@ -46,7 +46,7 @@ _MANY_NODES = (
     "cephfs.csi.ceph.com",
     "driver.longhorn.io",
 )
-"""Likewise of those whose volumes many nodes can mount."""
+"""Suffixes of provisioners that support ReadWriteMany."""
 _USE_A_STORE = "or keep checkpoints in an object store (checkpoints.root)"
 _PULL_REASONS = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName"})
 _OTHER_ARCHITECTURE = ("exec format error", "no match for platform", "no matching manifest")
