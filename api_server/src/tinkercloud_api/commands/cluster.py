@@ -1,7 +1,6 @@
 """`tinkercloud cluster`: checks whether a cluster is ready for the chart."""
 
 import asyncio
-import importlib.metadata
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -74,14 +73,14 @@ async def _examine(namespace: str, release: "Release") -> "list[Finding]":
     from tinkercloud_api.cluster_check.checks import examine  # noqa: PLC0415 - as above
     from tinkercloud_api.cluster_check.reading import read_facts  # noqa: PLC0415
     from tinkercloud_kube.client import Client  # noqa: PLC0415
+    from tinkercloud_protocol.releases import this_release  # noqa: PLC0415
 
-    version = importlib.metadata.version("tinkercloud-api")
     client = await Client.connect(namespace, _FIELD_MANAGER)
     try:
         facts = await read_facts(client, release)
     finally:
         await client.close()
-    return list(examine(facts, release, version))
+    return list(examine(facts, release, this_release()))
 
 
 def _line(finding: "Finding") -> str:
