@@ -21,10 +21,10 @@ from uvicorn.lifespan.on import LifespanOn
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from benchmarks.measuring import Measurement
-from tinkercloud_api.app import Application
-from tinkercloud_api.auth import new_key
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.asgi import Message
+from tinkercloud_api.access.auth import new_key
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_protocol.wire.asgi import Message
 from tinkercloud_testing.postgresql import a_postgresql
 from tinkercloud_testing.providers import OneHead
 

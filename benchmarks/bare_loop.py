@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.tensors import Datum
 
 
 class BareLoop:

@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from benchmarks.measuring import Measurement
 from benchmarks.training import LORA, a_batch, random_data
-from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
 from tinkercloud_worker.engine.batch import Batch
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
-from tinkercloud_worker.engine.usage import Payer
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 ROUNDS = 20

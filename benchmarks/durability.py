@@ -23,8 +23,8 @@ from transformers.modeling_utils import PreTrainedModel
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from benchmarks.measuring import Measurement
-from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityLevel
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.bare_heads import MODEL, WHOLE, Head, a_head, until
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama

@@ -17,8 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement, medians
 from benchmarks.service import a_datum
 from benchmarks.training import LORA, RANK
-from tinkercloud_protocol.hyperparameters import AdamParams
-from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.payloads import decode_forward_backward
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_worker.engine.batch import prepare

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter

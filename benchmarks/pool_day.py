@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
-from tinkercloud_operator.decide.pools import plan_pool
+from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool.pool_plan import plan_pool
 
 NUM_TENANTS = 10
 NUM_GPUS = 8

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.measuring import Measurement, medians
 from benchmarks.training import a_batch
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.tensors import Datum
-from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_protocol.heads.launch import SamplerConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions

@@ -20,8 +20,8 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from benchmarks.measuring import Measurement, medians
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.payloads import decode_forward_backward
+from tinkercloud_protocol.requests.payloads import decode_forward_backward
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
 from tinkercloud_testing.servers import API_KEY, Server, a_server
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tinkercloud_programs.rlve.problems import Problems
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 END = "<|end|>"
 VOCAB_SIZE = 512

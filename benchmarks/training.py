@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.bare_loop import BareLoop
 from benchmarks.measuring import Measurement, medians, peak_rss_bytes
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.engine.batch import Batch, prepare
 from tinkercloud_worker.engine.trainer import TrainingPass

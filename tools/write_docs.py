@@ -4,8 +4,10 @@ docs/operate/configuration.md   from `Settings` of the API server and of the ope
 docs/compatibility.md           from docs/compatibility.json, which `make compatibility` writes
 docs/contribute/evidence.md     from docs/contribute/evidence.yaml
 examples/tutorial.ipynb         from docs/use/tutorial.md
+README.md of packages           their tables of folders, from the first lines of docstrings
 """
 
+import ast
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from compatibility import page as compatibility
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from tinkercloud_api.settings import CONFIG_FILE_VARIABLE, ENV_PREFIX, Settings
+from tinkercloud_api.config.settings import CONFIG_FILE_VARIABLE, ENV_PREFIX, Settings
 from tinkercloud_operator import settings as operator
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +30,11 @@ EVIDENCE = ROOT / "docs" / "contribute" / "evidence.md"
 TUTORIAL = ROOT / "docs" / "use" / "tutorial.md"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
 EVIDENCE_DATA = EVIDENCE.with_suffix(".yaml")
+READMES = [
+    ROOT / folder / "README.md" for folder in ("api_server", "operator", "protocol", "worker_image")
+]
+FOLDERS_START = "<!-- Folders: written by `make docs` from docstrings. Do not edit. -->"
+FOLDERS_END = "<!-- End of folders. -->"
 CONFIGURATION_HEAD = f"""# Configuration
 
 <!-- Written by `make docs` from the settings' own definitions. Do not edit. -->
@@ -204,6 +211,29 @@ def outside_docs(markdown: str) -> str:
     return re.sub(r"\]\(([^)\s]+)\)", link, markdown)
 
 
+def with_folders(readme: Path) -> str:
+    """Return the README of a package with its table of folders and of the modules beside them."""
+    [package] = (readme.parent / "src").glob("tinkercloud*")
+    tops = [path for path in package.glob("*.py") if path.name != "__init__.py"]
+    folders = [path.parent for path in package.rglob("__init__.py") if path.parent != package]
+    shown = [folder for folder in folders if "migrations" not in folder.parts]
+    rows = [
+        f"| `{path.relative_to(package)}{'/' * path.is_dir()}` | {summary(path)} |"
+        for path in [*sorted(shown), *sorted(tops)]
+    ]
+    table = "\n".join(["| Where | What |", "| --- | --- |", *rows])
+    before, rest = readme.read_text().split(FOLDERS_START)
+    _, after = rest.split(FOLDERS_END)
+    return f"{before}{FOLDERS_START}\n{table}\n{FOLDERS_END}{after}"
+
+
+def summary(path: Path) -> str:
+    """Return the first paragraph of the docstring of a module or a package."""
+    source = (path / "__init__.py" if path.is_dir() else path).read_text()
+    paragraph = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
+    return " ".join(paragraph.split()).replace("|", "\\|")
+
+
 def main() -> None:
     """Write the pages, or name those that are stale."""
     pages = {
@@ -212,6 +242,7 @@ def main() -> None:
         NOTEBOOK: notebook(),
         compatibility.PAGE: compatibility.text(),
     }
+    pages |= {readme: with_folders(readme) for readme in READMES}
     if "--check" in sys.argv:
         if not compatibility.is_current():
             sys.exit(f"stale, run `make compatibility`: {compatibility.RESULTS}")

@@ -15,14 +15,18 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.workloads import Shape
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_worker.engine.batch import Batch, prepare
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
-from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    SamplingRequest,
+    SamplingResult,
+    StopRules,
+)
 from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler

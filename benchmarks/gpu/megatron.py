@@ -31,13 +31,13 @@ from benchmarks.gpu.numerics import LENGTHS, Merged, worst
 from benchmarks.gpu.training import throughput
 from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement, largest_error
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingState
-from tinkercloud_worker.megatron_trainer.device import Device
+from tinkercloud_worker.megatron_trainer.devices.device import Device
+from tinkercloud_worker.megatron_trainer.devices.select_device import device_of
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import MegatronModel, blank, load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 _STEPS = 5

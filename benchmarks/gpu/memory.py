@@ -15,7 +15,7 @@ from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import gpu
 from tinkercloud_planning.layouts import Layout
-from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.fused_kernels import are_fused
 

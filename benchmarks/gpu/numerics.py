@@ -22,11 +22,11 @@ from benchmarks.gpu.engines import (
 )
 from benchmarks.gpu.workloads import Shape, plain_transformers
 from benchmarks.measuring import Measurement, largest_error
-from tinkercloud_protocol.tensors import Datum, SampledSequence
+from tinkercloud_protocol.requests.tensors import Datum, SampledSequence
 from tinkercloud_worker.device.accelerator import graph_capturer_for
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 LENGTHS = (24, 9, 17)

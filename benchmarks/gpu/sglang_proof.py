@@ -32,14 +32,14 @@ from benchmarks.gpu.sglang_server import Server, a_server
 from benchmarks.gpu.workloads import Shape
 from benchmarks.measuring import Measurement
 from tinkercloud_operator.children.pods import Json
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
@@ -48,7 +48,7 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.sessions import ENGINES
 from tinkercloud_worker.build_sampler import inference_sampler
-from tinkercloud_worker.engine.sampler import (
+from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,
 )

@@ -26,8 +26,8 @@ from benchmarks.gpu.sglang_proof import (
     loads_of,
 )
 from benchmarks.measuring import Measurement, largest_error
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_protocol.heads.launch import TrainerConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host

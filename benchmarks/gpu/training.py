@@ -13,8 +13,8 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, fill, random_data, step
 from benchmarks.gpu.workloads import Batch, Shape, plain_transformers
 from benchmarks.measuring import Measurement
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead

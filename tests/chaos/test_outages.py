@@ -18,7 +18,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tinkercloud_protocol.routes import HEAD_METRICS
+from tinkercloud_protocol.wire.routes import HEAD_METRICS
 from tinkercloud_testing.buckets import a_bucket
 from tinkercloud_testing.disks import CAN_MOUNT, a_disk
 from tinkercloud_testing.sdk_steps import ADAM, a_datum

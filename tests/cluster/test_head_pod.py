@@ -20,12 +20,12 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.children import support_objects
-from tinkercloud_operator.decide import reconcile
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import SuspendedManifest, suspended_key
-from tinkercloud_protocol.futures import JSON, PROTOBUF
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import HeadStatus, ModelSpec
+from tinkercloud_operator.decide.session import reconcile
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest, suspended_key
+from tinkercloud_protocol.heads.launch import HeadStatus, ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.future_responses import JSON, PROTOBUF
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.engine_image import (
     an_external_server,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_api.providers.base import Pending
-from tinkercloud_api.providers.session_status import read_session, readiness
+from tinkercloud_api.providers.cluster.session_status import read_session, readiness
 from tinkercloud_crds.labels import OPERATOR_FIELD_MANAGER
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane

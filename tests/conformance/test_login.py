@@ -15,13 +15,13 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey
 
-from tinkercloud_api.auditing import Auditing
-from tinkercloud_api.catalog.audit import AuditLog
-from tinkercloud_api.catalog.database import open_database
+from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.schema.connection import open_database
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.login import Logins
-from tinkercloud_api.login_pages import application
-from tinkercloud_api.login_settings import OidcSettings
+from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.login.login_pages import application
+from tinkercloud_api.login.openid_login import Logins
 from tinkercloud_testing.openid import Provider, a_provider, changed
 from tinkercloud_testing.servers import Server, free_port
 

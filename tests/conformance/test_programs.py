@@ -9,7 +9,7 @@ import psutil
 import pytest
 from tinker import types
 
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 from tinkercloud_testing.answering import an_answering_model
 from tinkercloud_testing.servers import API_KEY, NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until

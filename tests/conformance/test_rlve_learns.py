@@ -12,9 +12,13 @@ from tinkercloud_programs.rlve import loop
 from tinkercloud_programs.rlve.batches import data_of
 from tinkercloud_programs.rlve.problems import Problem
 from tinkercloud_programs.server import ProgramServer
-from tinkercloud_protocol import programs as names
-from tinkercloud_protocol.programs import ProgramInfo, ProgramPhase, ProgramProgress
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs import program_messages as names
+from tinkercloud_protocol.programs.program_messages import (
+    ProgramInfo,
+    ProgramPhase,
+    ProgramProgress,
+)
+from tinkercloud_protocol.programs.rlve import RlveConfig
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.servers import API_KEY, Server
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_protocol.releases import this_release
+from tinkercloud_protocol.heads.releases import this_release
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 from tinkercloud_testing.state_of_release import (

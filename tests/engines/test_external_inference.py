@@ -13,10 +13,15 @@ import pytest
 from tinker import types
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
-from tinkercloud_protocol.tensors import FloatArray, TopLogprobs
+from tinkercloud_protocol.heads.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    SamplerConfig,
+)
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import FloatArray, TopLogprobs
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
@@ -25,7 +30,7 @@ from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost

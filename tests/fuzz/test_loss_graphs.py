@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_protocol import loss_operations
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.losses import loss_operations
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.fuzzing import Cases
 from tinkercloud_testing.uploaded_losses import (
     a_method,

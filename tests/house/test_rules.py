@@ -26,8 +26,10 @@ FOLDERS = (
 )
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PROGRAMS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
+PRODUCT = [path for path in PROGRAMS if "src" in path.relative_to(ROOT).parts]
 MAX_MODULE_LINES = 700
 MAX_FUNCTION_LINES = 60
+MAX_MODULES = 15
 
 
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -45,6 +47,13 @@ def test_modules_and_functions_are_short(path: Path) -> None:
 
     assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES, "split the module"
     assert too_long == [], "split the function"
+
+
+def test_no_folder_of_the_product_is_a_hall() -> None:
+    modules = Counter(path.parent for path in PRODUCT if path.name != "__init__.py")
+    halls = {str(path): count for path, count in modules.items() if count > MAX_MODULES}
+
+    assert halls == {}, "divide the folder by subject"
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -70,9 +79,6 @@ def test_the_make_targets_of_the_readme_exist() -> None:
 
     assert mentioned
     assert mentioned <= defined
-
-
-PRODUCT = [path for path in PROGRAMS if "src" in path.relative_to(ROOT).parts]
 
 
 def called_by_frameworks(tree: ast.Module) -> set[ast.stmt]:

@@ -15,21 +15,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from tinkercloud_api import logs, state_folder
-from tinkercloud_api.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.database import CatalogUnreachableError
-from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
+from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.commands import (
-    audit,
-    catalog,
-    checkpoints,
-    cluster,
-    demo,
-    drain,
-    programs,
-    projects,
-    usage,
-    users,
+    audit_commands,
+    catalog_commands,
+    checkpoint_commands,
+    cluster_commands,
+    demo_command,
+    drain_command,
+    program_commands,
+    project_commands,
+    usage_commands,
+    user_commands,
 )
 from tinkercloud_api.commands.local_catalog import (
     Change,
@@ -47,7 +46,8 @@ from tinkercloud_api.commands.shared import (
     request,
     show,
 )
-from tinkercloud_api.settings import InvalidSettingsError, load_settings
+from tinkercloud_api.config import api_logs, state_folder
+from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -59,18 +59,18 @@ keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no
 models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
-app.add_typer(catalog.app, name="catalog")
+app.add_typer(catalog_commands.app, name="catalog")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
-app.add_typer(programs.app, name="programs")
-app.add_typer(checkpoints.app, name="checkpoints")
-app.add_typer(users.app, name="users")
-app.add_typer(projects.app, name="projects")
-app.command("demo")(demo.run_demo)
-app.add_typer(cluster.app, name="cluster")
-app.command("drain")(drain.drain_node)
-app.command("usage")(usage.show_usage)
-app.command("audit")(audit.show_audit)
+app.add_typer(program_commands.app, name="programs")
+app.add_typer(checkpoint_commands.app, name="checkpoints")
+app.add_typer(user_commands.app, name="users")
+app.add_typer(project_commands.app, name="projects")
+app.command("demo")(demo_command.run_demo)
+app.add_typer(cluster_commands.app, name="cluster")
+app.command("drain")(drain_command.drain_node)
+app.command("usage")(usage_commands.show_usage)
+app.command("audit")(audit_commands.show_audit)
 
 _OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
@@ -134,15 +134,15 @@ def serve(
         aliases=aliases or None,
     )
     # The server takes a second to load, which other commands need not.
-    from tinkercloud_api import server  # noqa: PLC0415
-    from tinkercloud_api.models import ModelNotFoundError  # noqa: PLC0415
-    from tinkercloud_api.preflight import CannotServeError  # noqa: PLC0415
+    from tinkercloud_api.admin.preflight import CannotServeError  # noqa: PLC0415
+    from tinkercloud_api.providers.model_arguments import ModelNotFoundError  # noqa: PLC0415
+    from tinkercloud_api.serve import run_server  # noqa: PLC0415
 
-    logs.configure(settings)
+    api_logs.configure(settings)
     try:
-        server.run(settings)
+        run_server.run(settings)
     except (
-        server.PortTakenError,
+        run_server.PortTakenError,
         state_folder.StateFolderError,
         CatalogUnreachableError,
         ModelNotFoundError,
@@ -263,7 +263,9 @@ def rotate_key(
     key, ends_at = new_key(), now() + overlap
     change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
     row = change_catalog(
-        state_dir, change, lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at)
+        state_dir,
+        change,
+        lambda catalog: catalog.rotate_key(key_id, hash_key(key), ends_at),
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
@@ -383,10 +385,10 @@ def plan_model(
     as_json: Json = False,
 ) -> None:
     """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
-    from tinkercloud_api import planning  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin import plan_files  # noqa: PLC0415
 
     try:
-        plan = planning.plan(
+        plan = plan_files.plan(
             model,
             gpus,
             gpus_per_node=gpus_per_node,
@@ -394,20 +396,20 @@ def plan_model(
             lora_rank=None if full else lora_rank,
             pool_slots=pool_slots,
         )
-        manifest = planning.base_model(plan, model) if as_json else None
-    except planning.CannotPlan as error:
+        manifest = plan_files.base_model(plan, model) if as_json else None
+    except plan_files.CannotPlan as error:
         fail(str(error))
     if manifest is not None:
         typer.echo(json.dumps(manifest, indent=2))
         return
-    for part in planning.report(plan):
+    for part in plan_files.report(plan):
         Console(emoji=False).print(part, highlight=False)
 
 
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.doctor import CheckResult, examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.doctor import CheckResult, examine  # noqa: PLC0415 - as above
 
     try:
         results = asyncio.run(examine(load_settings(state_dir=state_dir)))

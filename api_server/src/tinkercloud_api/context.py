@@ -5,34 +5,34 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from tinkercloud_api.activity import Activity
-from tinkercloud_api.auditing import Auditing
-from tinkercloud_api.auth import Authenticator, Principal
-from tinkercloud_api.catalog.billing import Billing
-from tinkercloud_api.catalog.sampler_clients import SamplerClients
+from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.access.auth import Authenticator, Principal
+from tinkercloud_api.access.owner_tenants import Tenants
+from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.usage import UsageLedger
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.custom_losses import CustomLosses
-from tinkercloud_api.deliveries import Deliveries
-from tinkercloud_api.direct_sessions import DirectSessions
-from tinkercloud_api.head_locator import HeadLocator
-from tinkercloud_api.http import key_of
-from tinkercloud_api.long_polls import LongPolls
-from tinkercloud_api.programs import Programs
-from tinkercloud_api.projects import Projects
+from tinkercloud_api.catalog.usage.billing_rows import Billing
+from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.deliveries import Deliveries
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.proxy import Proxy
+from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
-from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.quotas import Quotas
-from tinkercloud_api.sampling_sessions import SamplingSessions
-from tinkercloud_api.settings import Settings
-from tinkercloud_api.shared_heads import SharedHeads
-from tinkercloud_api.tenants import Tenants
-from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.runs.direct_sessions import DirectSessions
+from tinkercloud_api.runs.owner_programs import Programs
+from tinkercloud_api.runs.quota_listing import Quotas
+from tinkercloud_api.runs.sampling_sessions import SamplingSessions
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_api.runs.uploaded_losses import CustomLosses
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
+from tinkercloud_api.web.asgi_http import key_of
+from tinkercloud_api.web.long_polls import LongPolls
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
 from tinkercloud_crds.placement import ObjectName, Placement
-from tinkercloud_crds.programs import Programs
+from tinkercloud_crds.program_fields import Programs
 from tinkercloud_crds.shapes import (
     MAX_TOKENS,
     HeadShape,

@@ -17,13 +17,13 @@ from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client, credentials
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_operator import metrics
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.handlers import WatchingFailed, watch
-from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings, UnknownSettingError, load_settings
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.wire.json_model import describe
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ test verifies; the checks for SGLang follow the source code of release 0.5.23.
 
 from tinkercloud_planning.architecture import UnknownArchitecture
 from tinkercloud_planning.blocks import Fields
-from tinkercloud_protocol.context_length import context_length
+from tinkercloud_protocol.adapters.context_length import context_length
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
 BY_HAND = (

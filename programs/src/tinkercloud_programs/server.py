@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 
-from tinkercloud_protocol import programs as names
-from tinkercloud_protocol.programs import ProgramInfo, ProgramProgress
+from tinkercloud_protocol.programs import program_messages as names
+from tinkercloud_protocol.programs.program_messages import ProgramInfo, ProgramProgress
 
 _CALL_SECONDS = 60.0
 _PATIENCE_SECONDS = 600.0

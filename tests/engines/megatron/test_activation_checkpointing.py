@@ -20,7 +20,7 @@ from tinkercloud_planning.activations import SEPARATE
 from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import training
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import (
@@ -33,11 +33,11 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer import logprobs
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers import vocabulary_logprobs
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.training.trained_model import TrainedModel
@@ -150,7 +150,7 @@ def test_logits_are_of_a_few_positions_at_a_time_and_give_the_same_logprobs_and_
     expected, gradient, _ = run(trainer)
 
     rows = 7
-    monkeypatch.setattr(logprobs, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
+    monkeypatch.setattr(vocabulary_logprobs, "_LOGITS_BYTES", rows * 4 * trainer.limits.vocab_size)
     got, again, _ = run(trainer)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     logits = {shape for shape in trainer.matrices("m", batch) if shape[-1] == VOCAB_SIZE}

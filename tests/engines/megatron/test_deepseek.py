@@ -17,7 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
 from tinkercloud_testing.models import (
@@ -28,10 +28,10 @@ from tinkercloud_testing.models import (
 )
 from tinkercloud_testing.quantizing import quantize
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.deepseek import check, choose, routing_of
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers.deepseek import check, choose, routing_of
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.lora.parameters import gradient_of
-from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers import vocabulary_logprobs
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model.lm_head import LMHead
 
@@ -59,10 +59,10 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def noted(output_layer: LMHead, hidden: Tensor, targets: Tensor, *rest: Any) -> Tensor:
         seen.extend((hidden.detach(), targets))
-        return logprobs.logprobs(output_layer, hidden, targets, *rest)
+        return vocabulary_logprobs.logprobs(output_layer, hidden, targets, *rest)
 
     monkeypatch.setattr(megatron, "logprobs", noted)
-    monkeypatch.setattr(logprobs, "_LOGITS_BYTES", ROWS * 4 * VOCAB_SIZE)
+    monkeypatch.setattr(vocabulary_logprobs, "_LOGITS_BYTES", ROWS * 4 * VOCAB_SIZE)
     return seen
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, save, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_worker.device import frozen_linear
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora.adapters import scale
-from tinkercloud_worker.megatron_trainer import logprobs
 from tinkercloud_worker.megatron_trainer import trainer as megatron
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers import vocabulary_logprobs
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 from tinkercloud_worker.model import lm_head
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -48,7 +48,7 @@ def layers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LMHead, Tensor, Tensor
 
     def noted(layer: LMHead, hidden: Tensor, targets: Tensor, *rest: object) -> Tensor:
         seen.append((layer, hidden.detach(), targets))
-        found: Tensor = logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
+        found: Tensor = vocabulary_logprobs.logprobs(layer, hidden, targets, *rest)  # type: ignore[arg-type]
         return found
 
     for module in (frozen_linear, lm_head):

@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import (
@@ -25,12 +25,12 @@ from tinkercloud_testing.models import (
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
 from tinkercloud_worker.engine.trainer import Gradient, Trainer
 from tinkercloud_worker.lora.experts import ALIGNED_BYTES
-from tinkercloud_worker.megatron_trainer import grouped_experts
-from tinkercloud_worker.megatron_trainer.adapters import Active
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
-from tinkercloud_worker.megatron_trainer.mixtures import Mixture, check
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers import grouped_experts
+from tinkercloud_worker.megatron_trainer.layers.megatron_adapters import Active
+from tinkercloud_worker.megatron_trainer.layers.mixtures import Mixture, check
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

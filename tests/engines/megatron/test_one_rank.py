@@ -17,8 +17,8 @@ import torch
 from megatron.core import parallel_state
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
 from tinkercloud_testing.models import (
@@ -47,10 +47,10 @@ from tinkercloud_testing.wrong_folders import (
     without_first_part,
 )
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.select_device import device_of
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import blank
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.select_device import device_of
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

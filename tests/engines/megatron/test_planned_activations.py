@@ -15,12 +15,12 @@ from transformers import AutoConfig
 from tinkercloud_planning.activations import SEPARATE, layer_values
 from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import blank
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 pytestmark = [

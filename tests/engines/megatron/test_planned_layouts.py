@@ -14,8 +14,8 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import Fleet, gpu, parse
 from tinkercloud_planning.layouts import Layout, layouts
 from tinkercloud_planning.search import Demand, divide
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import check
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 
 CONFIGS: dict[str, dict[str, Any]] = {

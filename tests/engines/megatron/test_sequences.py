@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama
@@ -20,7 +20,7 @@ from tinkercloud_testing.ranks import BATCH_TOKENS
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.losses import LossInputs
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
+from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.training.collate import Pack
 
 pytestmark = [

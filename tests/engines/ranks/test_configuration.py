@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkercloud_protocol.launch import TrainerConfig
+from tinkercloud_protocol.heads.launch import TrainerConfig
 
 
 def test_megatron_ranks_are_a_multiple_of_what_the_model_is_divided_over() -> None:

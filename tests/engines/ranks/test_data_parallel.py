@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest, StateLost
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
 from tinkercloud_testing.data import a_datum, a_request, counting_every_token, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer, TrainerOf, weights_at_ranks

@@ -19,9 +19,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, Unavailable
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
 from tinkercloud_testing.models import in_dtype, save, tiny_llama

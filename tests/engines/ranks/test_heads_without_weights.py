@@ -5,14 +5,14 @@ from typing import Never
 
 import pytest
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 
-from tinkercloud_protocol.errors import Overloaded
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_testing.crowded_ranks import Crowded, crowded_megatron, crowded_replica
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import save, tiny_llama

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.ranks import (
     BATCH_TOKENS,
@@ -31,8 +31,8 @@ from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import check
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import (

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import (

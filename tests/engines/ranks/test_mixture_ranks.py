@@ -13,8 +13,8 @@ from tinkercloud_planning.activations import SEPARATE
 from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import training
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe

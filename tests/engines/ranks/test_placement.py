@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_testing.recorder import Recorder
 from tinkercloud_testing.two_nodes import CORES_OF_A_NODE, sums_and_nodes
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable

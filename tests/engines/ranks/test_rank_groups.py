@@ -8,7 +8,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.recorder import Recorder, cannot_load, never_ready
 from tinkercloud_worker.actors.group import (
     GroupShape,
@@ -122,7 +122,7 @@ def test_an_error_on_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 def test_a_surviving_rank_reports_its_models_before_it_is_killed_even_if_it_hangs(
     group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.actors.failures._ROOT_CAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("tinkercloud_worker.actors.rank_failures._ROOT_CAUSE_SECONDS", 3600.0)
     ranks = processes(group)
     group.call("add", 7)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest, StateLost
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import (
     in_dtype,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import ray
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer, TrainerOf
@@ -25,8 +25,8 @@ from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.ranks import SharedPassFailed
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, Pieces
 from tinkercloud_worker.engine.trainer import GradientLost, LossOutput, OptimizerStep, TrainingPass
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground, Pieces
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

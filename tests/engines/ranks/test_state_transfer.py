@@ -9,8 +9,8 @@ import pytest
 import ray
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_llama

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Limits
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_qwen3_moe
 from tinkercloud_testing.sglang import (
@@ -33,7 +33,7 @@ from tinkercloud_testing.sglang_sampling import (
 )
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang.tensors import pickled_bucket

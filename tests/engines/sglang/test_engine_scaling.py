@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol.engine_scaling import EngineScaling
+from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import FakeSglang, listening
 from tinkercloud_testing.sglang_sampling import TENSORS, a_sampler, an_adapter, publish

@@ -19,7 +19,7 @@ from tinkercloud_testing.sglang_sampling import (
     publish,
 )
 from tinkercloud_testing.sglang_server import SglangServer, UnknownEndpoint
-from tinkercloud_worker.engine.sampler import PromptLogprobParams
+from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 
 pytestmark = pytest.mark.slow

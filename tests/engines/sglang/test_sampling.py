@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang import (
     FakeSglang,
@@ -19,7 +19,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_same,
     publish,
 )
-from tinkercloud_worker.engine.sampler import (
+from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,
     PromptLogprobParams,
     SamplingRequest,

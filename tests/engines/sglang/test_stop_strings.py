@@ -6,16 +6,16 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import SampledSequence
+from tinkercloud_protocol.requests.tensors import SampledSequence
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_sampling import PROMPTS, assert_same, publish
 from tinkercloud_testing.sglang_stops import ended
-from tinkercloud_worker.engine.growing_text import decoder_of
-from tinkercloud_worker.engine.sampler import StopRules
-from tinkercloud_worker.engine.stopping import cut_at_stop
+from tinkercloud_worker.engine.sampling.growing_text import decoder_of
+from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
+from tinkercloud_worker.engine.sampling.stopping import cut_at_stop
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang.dialect import _sampling_params
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model

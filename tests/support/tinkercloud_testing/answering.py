@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from tinkercloud_programs.rlve.problems import Problems
 from tinkercloud_programs.rlve.prompts import prompt_tokens
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 from tinkercloud_testing.models import save, tiny_llama
 
 _STEPS = 40

@@ -12,15 +12,10 @@ import pytest
 from tinker.proto import tinker_public_pb2 as pb
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     HeldModel,
@@ -29,18 +24,23 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     Timings,
 )
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.wire import parse_json
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire.envelope import TrainingEnvelope, peek_training
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.json_model import parse_json
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.device.memory import Available
-from tinkercloud_worker.engine.thread import NoBackground
-from tinkercloud_worker.head import requests
+from tinkercloud_worker.engine.turns.engine_thread import NoBackground
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.order import requests
+from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
 from tinkercloud_worker.training.paging import Place
 
@@ -138,7 +138,7 @@ class Head:
         """Sample a little; return the tokens."""
         result = await self.service.retrieve(self.sample(session, seq_id))
         assert result is not None
-        assert result.content_type == futures.PROTOBUF, result.body
+        assert result.content_type == future_responses.PROTOBUF, result.body
         (sequence,) = pb.SampleResponse.FromString(result.body).sequences
         return [int(token) for token in np.frombuffer(sequence.tokens, dtype="<i4")]
 

@@ -10,9 +10,9 @@ from tinkercloud_testing.megatron import MegatronRank
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS, Mortal
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer
 from tinkercloud_worker.training.adam import AdamTrainer

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinkercloud_protocol.tensors import Array, Datum, ForwardBackwardRequest
+from tinkercloud_protocol.requests.tensors import Array, Datum, ForwardBackwardRequest
 from tinkercloud_testing.models import VOCAB_SIZE
 
 

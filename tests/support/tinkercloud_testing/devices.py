@@ -8,13 +8,13 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.formats import encode_tensors
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult
+from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 
 Numbers = dict[str, npt.NDArray[np.float64]]

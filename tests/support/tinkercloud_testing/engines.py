@@ -13,14 +13,18 @@ import numpy as np
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.heads.launch import SamplerConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.device.memory import Available
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
-from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    PromptLogprobParams,
+    SamplingRequest,
+    StopRules,
+)
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.model_memory import ModelMemory

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import run

@@ -14,10 +14,10 @@ from tinkercloud_testing.leaving import taken_by
 from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
 from tinkercloud_worker.engine.batch import Batch
-from tinkercloud_worker.megatron_trainer.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.model import load
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch
 from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import AdamParams
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 

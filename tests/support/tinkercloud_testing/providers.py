@@ -11,8 +11,8 @@ from tinkercloud_api.providers.base import (
     RecordUsage,
     ServedModel,
 )
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import WireError
 
 
 class OneHead:

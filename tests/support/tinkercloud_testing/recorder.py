@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 
 class Recorder:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tinkercloud_worker.torch_sampler.graphs import Compute
+from tinkercloud_worker.torch_sampler.decode.captured_steps import Compute
 
 
 class Operations:

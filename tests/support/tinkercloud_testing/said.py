@@ -9,7 +9,7 @@ import orjson
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tinkercloud_protocol.tensors import SampledSequence
+from tinkercloud_protocol.requests.tensors import SampledSequence
 from tinkercloud_testing.engines import a_sampling_request
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.chat import anthropic_messages, openai_requests
@@ -17,9 +17,9 @@ from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.conversation import Asked, Choice
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.engine.sampler import SampledToken, StopRules
-from tinkercloud_worker.engine.stopping import StopStringSearch, cut_at_stop
-from tinkercloud_worker.head.chat import Answer, Run
+from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken, StopRules
+from tinkercloud_worker.engine.sampling.stopping import StopStringSearch, cut_at_stop
+from tinkercloud_worker.head.serve.chat_endpoints import Answer, Run
 
 HERMES_TEMPLATE = """
 {%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}

@@ -12,17 +12,23 @@ import orjson
 import uvicorn
 from starlette.types import ASGIApp
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, SamplerSpec
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.launch import (
+    BaseModelSource,
+    HeadConfig,
+    Limits,
+    ModelSpec,
+    SamplerSpec,
+)
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import byte_tokenizer, tiny_llama
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.serve.head_app import HeadApp
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.wire.head_token import HeadToken
 
 TOKEN = "known-to-both"
 
@@ -93,7 +99,7 @@ class ServedHead:
         spec = SamplerSpec(owner=owner).model_dump_json().encode()
         await self.send(f"{routes.HEAD_SAMPLERS}/{session}", spec, session, method="PUT")
 
-    async def result(self, request_id: str, accept: str = futures.PROTOBUF) -> Answer:
+    async def result(self, request_id: str, accept: str = future_responses.PROTOBUF) -> Answer:
         """Wait for the result of a request."""
         body, target = orjson.dumps({"request_id": request_id}), request_id.rpartition(":")[0]
         return await self.send(routes.RETRIEVE_FUTURE, body, target, accept=accept)

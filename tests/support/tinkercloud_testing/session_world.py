@@ -17,7 +17,7 @@ from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_crds.training_session import TrainerOverride, TrainingSessionStatus
 from tinkercloud_operator.children.secret_marker import has_secret, secret_marker
-from tinkercloud_operator.decide.actions import (
+from tinkercloud_operator.decide.session.actions import (
     Action,
     Apply,
     CreateSecret,
@@ -29,7 +29,7 @@ from tinkercloud_operator.decide.actions import (
     SaveRequest,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,

@@ -17,7 +17,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.sglang_definitions import read_tensors
 from tinkercloud_testing.sglang_generation import generated

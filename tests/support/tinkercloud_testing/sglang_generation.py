@@ -7,20 +7,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinkercloud_protocol.tensors import FloatArray, PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_protocol.requests.tensors import (
+    FloatArray,
+    PromptScores,
+    SampledSequence,
+    TopLogprobs,
+)
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang_definitions import SAMPLING, definition
 from tinkercloud_testing.sglang_parts import finish_reasons
 from tinkercloud_testing.sglang_stops import ended
-from tinkercloud_worker.engine.sampler import (
+from tinkercloud_worker.engine.sampling.sampler_interface import (
     UNCHANGED,
     LogitChanges,
     PromptLogprobParams,
     SamplingRequest,
     StopRules,
 )
-from tinkercloud_worker.torch_sampler.logit_changes import ChangedLogits
+from tinkercloud_worker.torch_sampler.decode.logit_changes import ChangedLogits
 
 Json = dict[str, Any]
 

@@ -8,13 +8,18 @@ import numpy as np
 import torch
 from prometheus_client import REGISTRY
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, InferenceConfig, SamplerConfig
+from tinkercloud_protocol.heads.launch import (
+    BaseModelSource,
+    HeadConfig,
+    InferenceConfig,
+    SamplerConfig,
+)
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
-from tinkercloud_worker.engine.sampler import SamplingResult, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost, WeightHost

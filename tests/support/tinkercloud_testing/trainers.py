@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.hyperparameters import AdamParams
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     LossOutput,
@@ -20,6 +18,8 @@ from tinkercloud_worker.engine.trainer import (
     TrainingPass,
     TrainingState,
 )
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread
+from tinkercloud_worker.engine.turns.fair_queue import Share
 
 
 def run(

@@ -10,9 +10,9 @@ import numpy as np
 from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
 from torch import Tensor
 
-from tinkercloud_protocol import custom_losses
-from tinkercloud_protocol.custom_losses import CustomLoss
-from tinkercloud_protocol.loss_limits import LossLimits
+from tinkercloud_protocol.losses import traced_losses
+from tinkercloud_protocol.losses.loss_limits import LossLimits
+from tinkercloud_protocol.losses.traced_losses import CustomLoss
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
 from tinkercloud_worker.custom_losses.messages import LossValues
 from tinkercloud_worker.custom_losses.nursery import Nursery
@@ -40,7 +40,7 @@ def stored(loss: CustomLoss) -> bytes:
     Raises:
         InvalidRequest: it is not allowed.
     """
-    custom_losses.check(loss)
+    traced_losses.check(loss)
     return loss.model_dump_json().encode()
 
 

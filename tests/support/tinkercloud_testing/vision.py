@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_protocol.requests.tensors import Int32Array
 from tinkercloud_testing.families import IMAGE_TOKEN
 from tinkercloud_worker.engine.batch import Example
 from tinkercloud_worker.vision.prepared import PreparedImage

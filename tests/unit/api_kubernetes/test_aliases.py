@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from tinkercloud_api.providers.kubernetes import KubernetesProvider
-from tinkercloud_api.providers.session_status import read_base_model
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.cluster.session_status import read_base_model
 
 
 def test_aliases_apply_to_the_base_models_that_exist_now() -> None:

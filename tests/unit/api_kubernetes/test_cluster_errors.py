@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_api.providers.cluster_errors import wire_error
+from tinkercloud_api.providers.cluster.cluster_errors import wire_error
 from tinkercloud_kube.errors import Expired, Rejected
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.draining import CannotDrain, Progress, cordon, drain
+from tinkercloud_api.admin.draining import CannotDrain, Progress, cordon, drain
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.live_objects import LiveObjects
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.kubernetes import KubernetesProvider
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_api.providers.session_status import TrainingSessionView, read_session
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.wire.errors import Unavailable
 
 SESSION = read_session(
     {

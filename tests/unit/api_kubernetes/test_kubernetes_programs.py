@@ -7,19 +7,19 @@ from typing import Any, cast
 
 import pytest
 
-from tinkercloud_api.providers import kubernetes_programs
-from tinkercloud_api.providers.kubernetes import KubernetesProvider
-from tinkercloud_api.providers.kubernetes_programs import KubernetesPrograms
-from tinkercloud_api.providers.programs import ProgramLaunch, ProgramState
-from tinkercloud_api.providers.session_status import (
+from tinkercloud_api.providers.cluster import kubernetes_programs
+from tinkercloud_api.providers.cluster.kubernetes_programs import KubernetesPrograms
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.cluster.session_status import (
     BaseModelView,
     TrainingSessionView,
     read_session,
 )
-from tinkercloud_crds.programs import ProgramStatus
+from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
+from tinkercloud_crds.program_fields import ProgramStatus
 from tinkercloud_kube.client import ObjectRef
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.programs import API_KEY, BASE_MODEL, ProgramPhase
+from tinkercloud_protocol.programs.program_messages import API_KEY, BASE_MODEL, ProgramPhase
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_testing.sessions import (
     MODEL_NAME,
     PROGRAM,

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers import program_spec
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.programs import ProgramLaunch
+from tinkercloud_api.providers.cluster import program_spec
+from tinkercloud_api.providers.cluster.session_spec import attached_model
+from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
+from tinkercloud_api.providers.program_runner import ProgramLaunch
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_api.providers.session_spec import attached_model
-from tinkercloud_api.providers.session_status import TrainingSessionView, read_session
-from tinkercloud_crds.programs import ProgramStatus
+from tinkercloud_crds.program_fields import ProgramStatus
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.programs import API_KEY, ProgramPhase
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.programs.program_messages import API_KEY, ProgramPhase
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.sessions import MODEL_NAME, NOON, PROGRAMS, Json, a_base_model
 
 LAUNCH = ProgramLaunch(

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tinkercloud_api.providers.session_durability import DurabilityAnnotator
-from tinkercloud_api.providers.session_status import TrainingSessionView, read_session
-from tinkercloud_protocol.durability import DurabilityReport
+from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
+from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
+from tinkercloud_protocol.heads.durability_settings import DurabilityReport
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
 from tinkercloud_testing.sessions import a_session_manifest
 from tinkercloud_testing.waiting import reached
@@ -109,7 +109,7 @@ async def test_a_head_that_drops_a_run_late_does_not_speak_for_its_new_head(
 async def test_an_annotation_that_is_refused_is_tried_again(
     sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_api.providers.session_durability._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("tinkercloud_api.providers.cluster.session_durability._RETRY_SECONDS", 0.01)
     sessions.refuse(403)
     sessions.report("head", one=FULL, two=FULL)
     await reached(lambda: sessions.writes() >= 4)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 
 def test_all_options_are_read() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_api.providers.base import Placement
-from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_api.providers.session_spec import (
+from tinkercloud_api.providers.cluster.session_spec import (
     attached_model,
     check_options,
     is_of,
@@ -19,18 +18,19 @@ from tinkercloud_api.providers.session_spec import (
     session_name,
     training_session,
 )
-from tinkercloud_api.providers.session_status import (
+from tinkercloud_api.providers.cluster.session_status import (
     BaseModelView,
     TrainingSessionView,
     read_base_model,
     read_session,
 )
+from tinkercloud_api.providers.session_options import SessionOptions
 from tinkercloud_crds.placement import LabelValue
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.training import OptimizerConfig
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.training_requests import OptimizerConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MODEL = ModelSpec(owner="me", lora=LoraConfig(rank=8, train_unembed=False))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_api.providers.base import HeadFailed, Pending
-from tinkercloud_api.providers.session_status import (
+from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
@@ -17,8 +17,8 @@ from tinkercloud_api.providers.session_status import (
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_crds.times import parse_time
-from tinkercloud_protocol.errors import InvalidRequest, StateLost
-from tinkercloud_protocol.futures import QueueState
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.wire.future_responses import QueueState
 
 SERVING: dict[str, Any] = {"endpoint": "http://head:8000", "incarnation": "pod.0"}
 

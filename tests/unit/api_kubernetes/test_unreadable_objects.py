@@ -1,6 +1,6 @@
 """Objects that this version of the server cannot read."""
 
-from tinkercloud_api.providers.session_status import read_session, readable
+from tinkercloud_api.providers.cluster.session_status import read_session, readable
 from tinkercloud_testing.sessions import a_session_manifest
 
 

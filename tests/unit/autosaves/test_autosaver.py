@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import HeldModel
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import GRADIENT, CheckpointManifest
+from tinkercloud_protocol.heads.launch import HeldModel
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import StateLost
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.waiting import reached
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.engine.trainer import TrainingState
-from tinkercloud_worker.head import save_schedule
+from tinkercloud_worker.head.model import save_schedule
 
 AT_ONCE = AutosaveConfig(steps=1)
 EVERY_2_STEPS = AutosaveConfig(steps=2, seconds=0)

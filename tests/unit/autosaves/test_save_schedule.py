@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_worker.head.save_schedule import Backoff, SaveSchedule
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_worker.head.model.save_schedule import Backoff, SaveSchedule
 
 STEPS, SECONDS = 5, 100.0
 CONFIG = AutosaveConfig(steps=STEPS, seconds=SECONDS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.metrics import Way

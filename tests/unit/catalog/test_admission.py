@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from tinkercloud_api.catalog.admission import RunQuotas, Waiting
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.runs.admission import RunQuotas, Waiting
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import STORED, Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import STORED, Session, TrainingRun
-from tinkercloud_crds.quotas import Tenant, usage
+from tinkercloud_crds.quota_fields import Tenant, usage
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

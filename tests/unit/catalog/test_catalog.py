@@ -13,21 +13,21 @@ from alembic.migration import MigrationContext
 from pydantic import SecretStr
 from sqlalchemy import Connection
 
-from tinkercloud_api import auth
-from tinkercloud_api.access_tokens import AccessTokens
-from tinkercloud_api.activity import Activity
-from tinkercloud_api.app import register_bootstrap_key
-from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
-from tinkercloud_api.catalog import database
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.access import auth
+from tinkercloud_api.access.access_tokens import AccessTokens
+from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.schema import connection
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import ApiKey, Session, Table, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import ApiKey, Session, Table, TrainingRun
-from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.serve.api_app import register_bootstrap_key
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.postgresql import PostgreSQL
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "x")
@@ -474,7 +474,7 @@ async def test_requests_fail_as_retryable_while_the_database_is_unreachable(
 async def test_a_hanging_database_counts_as_unreachable(
     postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database, "_STATEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(connection, "_STATEMENT_SECONDS", 0.5)
     engine = open_database(postgresql.new_database())
     await migrate(engine)
     catalog = Catalog(engine)

@@ -13,27 +13,27 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 from sqlalchemy import update
 
-from tinkercloud_api.auth import Principal, Role
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.admin.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Checkpoint
-from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
-from tinkercloud_api.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
-from tinkercloud_api.checkpoint_rows import latest
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.lost_runs import lost_message
-from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_rows import latest
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.heads.lost_runs import lost_message
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
     SuspendedManifest,
     encode_manifest,
     suspended_key,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.servers import free_port
 
 ME = Principal(1, "key", "me", Role.USER)

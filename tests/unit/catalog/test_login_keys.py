@@ -5,12 +5,12 @@ from datetime import timedelta
 
 import pytest
 
-from tinkercloud_api.auth import Role
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.access.auth import Role
+from tinkercloud_api.catalog.access.user_rows import MAX_LOGIN_KEYS, Login
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import ApiKey, now
-from tinkercloud_api.catalog.users import MAX_LOGIN_KEYS, Login
-from tinkercloud_protocol.errors import Forbidden
+from tinkercloud_protocol.wire.errors import Forbidden
 
 KEPT = {Role.READ_ONLY: {Role.READ_ONLY}, Role.USER: {Role.READ_ONLY, Role.USER}}
 """The roles of earlier keys that a login with a role keeps."""

@@ -7,18 +7,18 @@ from datetime import timedelta
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from tinkercloud_api.access_tokens import AccessTokens
-from tinkercloud_api.auth import Authenticator, Role, hash_key, new_key
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.projects import Claim
-from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.access.access_tokens import AccessTokens
+from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.catalog.access.project_rows import Claim
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import SamplingSession, Session, TrainingRun, Upload, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun, Upload, now
-from tinkercloud_api.catalog.usage import UsageLedger, UsageQuery
-from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
-from tinkercloud_protocol.usage import UsageEntry, UsageReport
+from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger, UsageQuery
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 PAGE = Page(0, 100)
 TOKENS = AccessTokens("a secret of the tests, long enough for HMAC")

@@ -5,12 +5,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.searches import CheckpointSearch
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.runs.searches import CheckpointSearch
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.visibility import EVERYTHING, Visibility
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 

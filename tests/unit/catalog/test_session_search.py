@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.session_search import Search, Status, matching
+from tinkercloud_api.catalog.access.visibility import EVERYTHING
+from tinkercloud_api.catalog.runs.session_search import Search, Status, matching
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import Session, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, now
-from tinkercloud_api.catalog.visibility import EVERYTHING
 
 ANY: dict[str, Any] = {
     "visible": EVERYTHING,

@@ -13,25 +13,29 @@ import pytest
 from obstore.store import ObjectStore
 from sqlalchemy import update
 
-from tinkercloud_api.auth import Principal, Role
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.statements import Page
+from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import Upload
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Upload
-from tinkercloud_api.catalog.visibility import Visibility
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.head_client import open_client
-from tinkercloud_api.head_locator import HeadLocator
-from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_api.projects import Projects
-from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.transfers.copies import Copies, CopyWeightsRequest
 from tinkercloud_api.transfers.imports import Imports, StartUpload
 from tinkercloud_api.transfers.stored_runs import StoredRuns
-from tinkercloud_protocol.checkpoints import CheckpointManifest, StoredFile, encode_manifest
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Overloaded, Unavailable
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import (
+    CheckpointManifest,
+    StoredFile,
+    encode_manifest,
+)
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Overloaded, Unavailable
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.providers import OneHead
 
 ME = Principal(1, "key", "me", Role.USER)

@@ -9,9 +9,13 @@ import pytest
 from sqlalchemy import text
 
 from tinkercloud_api.catalog.backup import BackupError, back_up
-from tinkercloud_api.catalog.database import CatalogUnreachableError, migrate, open_database
+from tinkercloud_api.catalog.schema.connection import (
+    CatalogUnreachableError,
+    migrate,
+    open_database,
+)
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_protocol.releases import this_release
+from tinkercloud_protocol.heads.releases import this_release
 
 
 def keys(*arguments: str, state_dir: Path) -> subprocess.CompletedProcess[str]:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_api import metrics
-from tinkercloud_api.catalog.database import migrate, open_database
-from tinkercloud_api.catalog.statements import Page
-from tinkercloud_api.catalog.usage import Grouping, UsageLedger, UsageQuery, UsageTotal
-from tinkercloud_protocol.usage import UsageEntry, UsageReport
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageLedger, UsageQuery, UsageTotal
+from tinkercloud_api.config import api_metrics
+from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
 
 ALL = Page(0, 1000)
 MODELS = ("", "s:train:0", "s:train:1")
@@ -133,7 +133,7 @@ def test_replicas_that_record_the_same_report_at_the_same_time_count_it_once(
 
     (row,) = runner.run(totals(ledger, "model", owner))
     assert row.amounts["trained_tokens"] == 10
-    assert metrics.USAGE_TOKENS.labels(owner, "trained")._value.get() == 10
+    assert api_metrics.USAGE_TOKENS.labels(owner, "trained")._value.get() == 10
     runner.run(engine.dispose())
 
 

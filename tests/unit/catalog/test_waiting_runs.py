@@ -8,16 +8,16 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import update
 
-from tinkercloud_api import run_admission
-from tinkercloud_api.activity import Activity
-from tinkercloud_api.catalog import run_ends
-from tinkercloud_api.catalog.admission import RunQuotas
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.access.owner_tenants import Tenants
+from tinkercloud_api.catalog.runs import run_ends
+from tinkercloud_api.catalog.runs.admission import RunQuotas
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, TrainingRun, now
-from tinkercloud_api.run_admission import RunAdmission
-from tinkercloud_api.tenants import Tenants
-from tinkercloud_crds.quotas import Tenant
+from tinkercloud_api.heads import run_admission
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
 from tinkercloud_testing.postgresql import PostgreSQL
 from tinkercloud_testing.waiting import reached

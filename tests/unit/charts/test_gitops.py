@@ -16,7 +16,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.shapes import HeadShape
 from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, TrainingSessionStatus
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.charts import ROOT, VERSION

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-import tinkercloud_api.metrics
+import tinkercloud_api.config.api_metrics
 import tinkercloud_operator.metrics
 import tinkercloud_worker.metrics
 from tinkercloud_operator.children.raycluster import ray_cluster

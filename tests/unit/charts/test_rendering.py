@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkercloud_api.settings import Settings as ApiSettings
+from tinkercloud_api.config.settings import Settings as ApiSettings
 from tinkercloud_operator.settings import Settings as OperatorSettings
 from tinkercloud_testing.charts import (
     CASES,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkercloud_api.login_settings import OidcSettings
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, environment, helm, one, template
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

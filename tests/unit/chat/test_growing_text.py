@@ -11,7 +11,7 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
 from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
-from tinkercloud_worker.engine.growing_text import GrowingText, decoder_of
+from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
 TOKENIZER = byte_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'

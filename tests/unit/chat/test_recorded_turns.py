@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_worker.chat import recorded
 from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 

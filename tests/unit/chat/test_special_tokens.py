@@ -8,7 +8,7 @@ import pytest
 from tokenizers import normalizers
 from transformers import AutoTokenizer
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import EOS_TOKEN_ID
 from tinkercloud_testing.said import a_text as a_chat_text
 from tinkercloud_testing.said import anthropic_says, completion_says, openai_says

@@ -12,19 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import CheckpointManifest, decode_manifest, encode_manifest
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.fingerprints import BaseFingerprint
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, ModelSpec, SamplerSpec
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.adapters.fingerprints import BaseFingerprint
+from tinkercloud_protocol.heads.checkpoint_manifest import (
+    CheckpointManifest,
+    decode_manifest,
+    encode_manifest,
+)
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, ModelSpec, SamplerSpec
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head
 from tinkercloud_testing.families import ONE_BY_ONE, SLOTTED, VISION_LANGUAGE
 from tinkercloud_testing.models import in_dtype, save, tiny_llama, tiny_qwen3
 from tinkercloud_testing.quantizing import quantize
-from tinkercloud_worker.head import requests
-from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.order import requests
+from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.run_head import build_backend
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.serialization import (
     PublicFormat,
 )
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.checkpoints.encryption import encrypted, parse_recipients
 
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": bytes(range(256)) * 4000}

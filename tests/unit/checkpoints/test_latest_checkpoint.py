@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_worker.head import model_checkpoints
+from tinkercloud_worker.head.model import model_checkpoints
 
 
 class Clock(datetime):

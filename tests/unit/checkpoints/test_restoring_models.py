@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, a_head
 
 

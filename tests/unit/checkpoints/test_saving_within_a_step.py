@@ -5,11 +5,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import GRADIENT, CheckpointManifest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.engine.trainer import GradientLost
 

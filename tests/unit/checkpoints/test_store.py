@@ -20,17 +20,17 @@ from obstore.exceptions import (
 )
 from obstore.store import LocalStore, MemoryStore, ObjectStore
 
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
     StoredFile,
     SuspendedManifest,
     encode_manifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.releases import this_release
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.heads.releases import this_release
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module

@@ -13,9 +13,9 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.decide.actions import Apply, Stage, stage
-from tinkercloud_operator.decide.node_fit import never_fits
-from tinkercloud_operator.decide.reconcile import children, reconcile
+from tinkercloud_operator.decide.pods.node_fit import never_fits
+from tinkercloud_operator.decide.session.actions import Apply, Stage, stage
+from tinkercloud_operator.decide.session.reconcile import children, reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import Node
 from tinkercloud_testing.sessions import (

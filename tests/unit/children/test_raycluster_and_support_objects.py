@@ -12,9 +12,9 @@ from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import CLEAR_SHARED_MEMORY, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_operator.decide.reconcile import children, key_of
-from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_operator.decide.session.reconcile import children, key_of
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_protocol.heads.launch import HeadConfig
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,

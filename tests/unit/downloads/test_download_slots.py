@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tinkercloud_api.transfers.slots import DownloadSlots
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.wire.errors import Overloaded
 
 
 async def test_an_owners_further_downloads_wait_and_those_of_others_start() -> None:

@@ -16,7 +16,7 @@ from tinkercloud_api.transfers.signed_urls import (
     signature,
     signed_url,
 )
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath, parse_kind
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath, parse_kind
 
 KEY = b"a key of the tests"
 PATHS = st.builds(

@@ -6,8 +6,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from obstore.store import AzureStore, LocalStore, MemoryStore, ObjectStore, S3Store
 
-from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_protocol.wire.errors import Unavailable
 
 STORES: dict[str, ObjectStore] = {
     "S3": S3Store("b", access_key_id="a", secret_access_key="b", region="us-east-1", prefix="p"),

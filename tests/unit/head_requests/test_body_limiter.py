@@ -7,13 +7,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import Limits
-from tinkercloud_protocol.sampling import SampleRequest, parse_sample
+from tinkercloud_protocol.heads.launch import Limits
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest, parse_sample
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.head import app
-from tinkercloud_worker.head.body_limiter import BodyLimiter
+from tinkercloud_worker.head.serve import head_app
+from tinkercloud_worker.head.wire.body_limiter import BodyLimiter
 
 
 class Readers:
@@ -117,7 +117,7 @@ async def test_large_bodies_of_one_owner_do_not_block_those_of_another(
         may_end.wait()
         return request
 
-    monkeypatch.setattr(app, "parse_sample", held)
+    monkeypatch.setattr(head_app, "parse_sample", held)
     async with a_served_head(tmp_path, Limits(max_body_bytes=200_000)) as head:
         for owner in ("eve", "bob"):
             await head.sampler(f"{owner}:sample:0", owner)

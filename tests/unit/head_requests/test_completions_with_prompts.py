@@ -8,7 +8,7 @@ import orjson
 import pytest
 import torch
 
-from tinkercloud_protocol import routes
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.models import byte_tokenizer, tiny_llama
 from tinkercloud_testing.served_heads import ServedHead, a_served_head
 

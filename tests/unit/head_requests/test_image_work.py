@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from tinkercloud_protocol.images import ImagePart
+from tinkercloud_protocol.requests.image_files import ImagePart
 from tinkercloud_testing.pictures import picture
-from tinkercloud_worker.head.image_work import ImageWork
+from tinkercloud_worker.head.wire.image_work import ImageWork
 
 IMAGE = ImagePart(0, picture(10, 10), "png", None)
 

@@ -10,14 +10,16 @@ import numpy as np
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_worker.head import chat, operations, requests, running_samples
-from tinkercloud_worker.head.batches import is_small
+from tinkercloud_worker.head.model import operations
+from tinkercloud_worker.head.model.preparation import is_small
+from tinkercloud_worker.head.order import requests
+from tinkercloud_worker.head.serve import chat_endpoints, running_samples
 
 MODEL = "mine:train:0"
 PADDING = "x" * 100_000
@@ -44,7 +46,7 @@ async def test_the_choices_of_many_prompts_are_created_off_the_event_loop(
 
     async with a_served_head(tmp_path) as head:
         await head.sampler("s:sample:0")
-        watch(threads, monkeypatch, chat, "_choices")
+        watch(threads, monkeypatch, chat_endpoints, "_choices")
         answer = await head.send(routes.OPENAI_COMPLETIONS, orjson.dumps(asked), "s:sample:0")
 
     assert len(orjson.loads(answer.body)["choices"]) == 4

@@ -11,17 +11,17 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.envelope import peek_training
-from tinkercloud_protocol.errors import NotFound, Overloaded, ResultGone
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import Limits, ModelSpec, SamplerConfig, SamplerSpec
-from tinkercloud_protocol.sampling import parse_sample
+from tinkercloud_protocol.heads.launch import Limits, ModelSpec, SamplerConfig, SamplerSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.sampling_requests import parse_sample
+from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire.envelope import peek_training
+from tinkercloud_protocol.wire.errors import NotFound, Overloaded, ResultGone
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_testing.bare_heads import Head, a_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.head.requests import receive_batch, receive_json
-from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.order.requests import receive_batch, receive_json
+from tinkercloud_worker.head.serve.service import HeadService
 
 RESULT_BYTES = 4000
 """About as many a batch's and a sample's result below have. A batch is answered with two numbers of
@@ -114,7 +114,7 @@ class Shared:
 
         await asyncio.to_thread(wait_until, is_so, "all requests are run")
 
-    async def read(self, request_id: str) -> futures.Result:
+    async def read(self, request_id: str) -> future_responses.Result:
         result = await self.service.retrieve(request_id)
         assert result is not None
         return result
@@ -125,7 +125,7 @@ class Shared:
             result = await self.read(request_id)
         except (ResultGone, NotFound):
             return False
-        return result.content_type == futures.PROTOBUF
+        return result.content_type == future_responses.PROTOBUF
 
 
 @contextmanager
@@ -288,7 +288,7 @@ async def test_a_head_can_be_suspended_while_batches_are_on_hold(
         for seq_id in range(1, 6):
             result = await head.service.retrieve(f"{model}:{seq_id}")
             assert result is not None
-            assert result.content_type == futures.PROTOBUF, result.body
+            assert result.content_type == future_responses.PROTOBUF, result.body
 
 
 async def test_a_model_with_batches_on_hold_can_be_suspended_and_frees_its_room(

@@ -10,13 +10,13 @@ import aiohttp
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.served_heads import TOKEN, Answer, ServedHead, a_served_head
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.head.prompt_work import PromptWork
+from tinkercloud_worker.head.serve.prompt_work import PromptWork
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 LONG = "one two " * 900_000

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import orjson
 
-from tinkercloud_api.routes.traces import trace_of
-from tinkercloud_protocol import request_ids, routes
-from tinkercloud_protocol.timeline import Timeline
+from tinkercloud_api.routes.sessions.traces import trace_of
+from tinkercloud_protocol.heads.request_timeline import Timeline
+from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_testing.served_heads import TOKEN, a_served_head
 
 

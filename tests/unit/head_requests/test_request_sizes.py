@@ -7,19 +7,20 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol import routes, sampling
-from tinkercloud_protocol.batch_checks import MAX_PARTS
-from tinkercloud_protocol.envelope import TrainingEnvelope, peek_training
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded
-from tinkercloud_protocol.ids import SamplingSessionId
-from tinkercloud_protocol.launch import Limits, SamplerSpec
-from tinkercloud_protocol.payloads import COUNTED_BYTES, decode_forward_backward
-from tinkercloud_protocol.sampling import MAX_CHUNKS, SampleRequest, parse_sample
-from tinkercloud_protocol.wire import parse_json
+from tinkercloud_protocol.heads.launch import Limits, SamplerSpec
+from tinkercloud_protocol.requests import sampling_requests
+from tinkercloud_protocol.requests.batch_checks import MAX_PARTS
+from tinkercloud_protocol.requests.payloads import COUNTED_BYTES, decode_forward_backward
+from tinkercloud_protocol.requests.sampling_requests import MAX_CHUNKS, SampleRequest, parse_sample
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.envelope import TrainingEnvelope, peek_training
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
+from tinkercloud_protocol.wire.ids import SamplingSessionId
+from tinkercloud_protocol.wire.json_model import parse_json
 from tinkercloud_testing.bare_heads import MODEL, a_head
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.sampling_request import prepare
-from tinkercloud_worker.head.requests import receive_batch, receive_json
+from tinkercloud_worker.engine.sampling.sampling_request import prepare
+from tinkercloud_worker.head.order.requests import receive_batch, receive_json
 
 LARGE = ModelLimits(vocab_size=1 << 20, max_context_length=1 << 20)
 
@@ -149,7 +150,7 @@ def test_a_sample_with_too_many_chunks_is_rejected_before_parsing(
 ) -> None:
     chunk = b'{"type":"encoded_text","tokens":[]}'
     body = b'{"prompt":{"chunks":[%b]}}' % b",".join([chunk] * 100_000)
-    monkeypatch.setattr(sampling, "parse_json", None)
+    monkeypatch.setattr(sampling_requests, "parse_json", None)
 
     with pytest.raises(
         InvalidRequest, match="100002 JSON objects, but a prompt may have at most 65536"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import SPEC, Head, a_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.engine import thread as engine_thread
+from tinkercloud_worker.engine.turns import engine_thread
 
 MODELS, STEPS = 8, 5
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import orjson
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import Limits, ModelSpec
+from tinkercloud_protocol.heads.launch import Limits, ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.head.requests import receive_json
-from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.order.requests import receive_json
+from tinkercloud_worker.head.serve.service import HeadService
 
 REASON = "waiting for its turn to compute: {} requests with {} tokens run before it"
 

@@ -11,13 +11,13 @@ import orjson
 import pytest
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_testing.served_heads import Answer, ServedHead, a_served_head
 from tinkercloud_testing.waiting import wait_until
-from tinkercloud_worker.head import requests
-from tinkercloud_worker.head.sequencer import Sequencer
+from tinkercloud_worker.head.order import requests
+from tinkercloud_worker.head.order.sequencer import Sequencer
 
 MODEL = "s:train:0"
 BATCH: dict[str, Any] = {
@@ -40,7 +40,7 @@ async def head(tmp_path: Path) -> AsyncIterator[ServedHead]:
 
 
 async def sent(head: ServedHead, path: str, key: str | None = None, /, **fields: Any) -> Answer:
-    headers = {"content-type": futures.JSON}
+    headers = {"content-type": future_responses.JSON}
     if key is not None:
         headers[routes.IDEMPOTENCY_HEADER] = key
     body = orjson.dumps({**fields, "model_id": MODEL})
@@ -48,7 +48,7 @@ async def sent(head: ServedHead, path: str, key: str | None = None, /, **fields:
 
 
 async def metrics(head: ServedHead, request_id: str) -> dict[str, float]:
-    answer = await head.result(request_id, accept=futures.JSON)
+    answer = await head.result(request_id, accept=future_responses.JSON)
     found: dict[str, float] = orjson.loads(answer.body)["metrics"]
     return found
 

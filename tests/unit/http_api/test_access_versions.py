@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from tinkercloud_api import access_versions
-from tinkercloud_api.access_versions import AccessVersions
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.access import access_versions
+from tinkercloud_api.access.access_versions import AccessVersions
+from tinkercloud_protocol.wire.errors import Unavailable
 
 
 class Source:

@@ -12,17 +12,21 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
-from tinkercloud_api import errors, hot_paths, throttle
-from tinkercloud_api.app import running_context
-from tinkercloud_api.auth import Principal, Role, hash_key, new_key
-from tinkercloud_api.hot_paths import HotPaths
-from tinkercloud_api.http import DISCARD_WITHOUT_KEY
-from tinkercloud_api.routes import health, runs, sessions
-from tinkercloud_api.server import proxy_options
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
-from tinkercloud_protocol.errors import Overloaded, Unauthenticated
+from tinkercloud_api.access import failed_logins
+from tinkercloud_api.access.auth import Principal, Role, hash_key, new_key
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.routes import health
+from tinkercloud_api.routes.checkpoints import run_routes
+from tinkercloud_api.routes.sessions import session_routes
+from tinkercloud_api.serve import hot_paths
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.serve.run_server import proxy_options
+from tinkercloud_api.web import error_handlers
+from tinkercloud_api.web.asgi_http import DISCARD_WITHOUT_KEY
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, respond
+from tinkercloud_protocol.wire.errors import Overloaded, Unauthenticated
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
@@ -41,9 +45,9 @@ async def asgi(tmp_path: Path) -> AsyncIterator[HotPaths]:
     settings = Settings(state_dir=tmp_path, bootstrap_key=KEY)
     async with running_context(settings, OneHead()) as context:
         api = FastAPI()
-        for module in (sessions, runs, health):
+        for module in (session_routes, run_routes, health):
             api.include_router(module.router)
-        errors.install(api)
+        error_handlers.install(api)
         api.state.context = context
         yield HotPaths(api, lambda: context, api.routes)
 
@@ -114,7 +118,7 @@ async def test_little_of_a_body_is_read_without_a_key(asgi: HotPaths, path: str)
 async def test_an_address_that_guesses_keys_does_not_lock_out_valid_ones(
     client: httpx.AsyncClient, asgi: HotPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(throttle, "_ATTEMPTS_PER_SECOND", 0.0)
+    monkeypatch.setattr(failed_logins, "_ATTEMPTS_PER_SECOND", 0.0)
     path = "/api/v1/training_runs"
 
     guesses = [await client.get(path, headers={"x-api-key": f"tml-{i}"}) for i in range(40)]
@@ -130,7 +134,7 @@ async def test_an_address_that_guesses_keys_does_not_lock_out_valid_ones(
 
 
 async def test_guesses_from_addresses_over_the_limit_are_looked_up_a_few_at_a_time() -> None:
-    counts, running, most = throttle.Throttle(), 0, 0
+    counts, running, most = failed_logins.Throttle(), 0, 0
 
     async def look_up() -> Principal:
         nonlocal running, most
@@ -151,12 +155,12 @@ async def test_guesses_from_addresses_over_the_limit_are_looked_up_a_few_at_a_ti
     most = 0
     await asyncio.gather(*[guess(address) for address in addresses * 20])
 
-    assert most == throttle._CONCURRENT
+    assert most == failed_logins._CONCURRENT
 
 
 def test_an_address_may_retry_later_and_others_at_once() -> None:
     now = [0.0]
-    counts = throttle.Throttle(lambda: now[0])
+    counts = failed_logins.Throttle(lambda: now[0])
     for _ in range(20):
         assert not counts.is_over("2001:db8::1")
         counts.record_failure("2001:db8::1")
@@ -205,8 +209,8 @@ def test_a_trusted_proxy_is_an_address_or_a_network(wrong: str) -> None:
 
 
 def test_clients_with_ipv4_are_counted_one_by_one_on_a_socket_of_both_protocols() -> None:
-    counts = throttle.Throttle(lambda: 0.0)
-    for _ in range(throttle._ATTEMPTS):
+    counts = failed_logins.Throttle(lambda: 0.0)
+    for _ in range(failed_logins._ATTEMPTS):
         counts.record_failure("::ffff:10.0.0.1")
 
     assert counts.is_over("::ffff:10.0.0.1")
@@ -215,8 +219,8 @@ def test_clients_with_ipv4_are_counted_one_by_one_on_a_socket_of_both_protocols(
 
 
 def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throttle, "_MAX_ADDRESSES", 3)
-    counts = throttle.Throttle()
+    monkeypatch.setattr(failed_logins, "_MAX_ADDRESSES", 3)
+    counts = failed_logins.Throttle()
     for last in range(10):
         counts.record_failure(f"10.0.0.{last}")
 

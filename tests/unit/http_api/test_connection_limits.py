@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvicorn
 
-from tinkercloud_api import connections
-from tinkercloud_protocol.asgi import Receive, Scope, Send, respond
+from tinkercloud_api.web import connections
+from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, respond
 from tinkercloud_testing.waiting import wait_until
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

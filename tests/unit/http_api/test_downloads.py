@@ -15,16 +15,16 @@ import obstore
 import pytest
 from pydantic import SecretStr
 
-from tinkercloud_api.app import Application
-from tinkercloud_api.auth import Role, hash_key, new_key
+from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.serve.api_app import Application
 from tinkercloud_api.transfers.downloads import Content, Downloads
 from tinkercloud_api.transfers.signed_urls import Grant, microseconds
-from tinkercloud_protocol.asgi import Message, Receive, Scope, Send
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.waiting import PATIENCE_SECONDS

@@ -7,11 +7,11 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tinkercloud_api import errors
-from tinkercloud_api.app import running_context
-from tinkercloud_api.hot_paths import HotPaths
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.routes import health
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.web import error_handlers
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
@@ -22,7 +22,7 @@ async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with running_context(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead()) as known:
         api = FastAPI()
         api.include_router(health.router)
-        errors.install(api)
+        error_handlers.install(api)
         api.state.context = known
         transport = httpx.ASGITransport(app=HotPaths(api, lambda: known, api.routes))
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:

@@ -4,18 +4,18 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from tinkercloud_api import errors
-from tinkercloud_api.routes.runs import Limit
-from tinkercloud_api.routes.sessions import CreateSession
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.wire import parse_json
+from tinkercloud_api.routes.checkpoints.run_routes import Limit
+from tinkercloud_api.routes.sessions.session_routes import CreateSession
+from tinkercloud_api.web import error_handlers
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import parse_json
 
 METADATA = ",".join(f'"{number}":"x"' for number in range(65))
 
 
 async def refusal(method: str, path: str, body: bytes = b"") -> str:
     api = FastAPI()
-    errors.install(api)
+    error_handlers.install(api)
 
     @api.post("/sessions")
     async def create(request: CreateSession) -> None: ...

@@ -12,12 +12,12 @@ from joserfc.errors import BadSignatureError
 from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
-from tinkercloud_api import login
-from tinkercloud_api.auth import Role
-from tinkercloud_api.login import ProviderClient, identify
-from tinkercloud_api.login_settings import OidcSettings
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.errors import Forbidden
+from tinkercloud_api.access.auth import Role
+from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.login import openid_login
+from tinkercloud_api.login.openid_login import ProviderClient, identify
+from tinkercloud_protocol.wire.errors import Forbidden
 from tinkercloud_testing.openid import a_provider
 
 SETTINGS: dict[str, Any] = {
@@ -108,7 +108,7 @@ async def test_a_new_key_of_the_provider_is_noticed_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, names: Any
 ) -> None:
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(login, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(openid_login, "time", SimpleNamespace(monotonic=lambda: clock.now))
     old, new, newest = (RSAKey.generate_key(2048, names, auto_kid=False) for _ in range(3))
     unreadable: list[Any] = [
         {"kty": "EC", "crv": "brainpoolP256r1", "x": "AA", "y": "AA"},

@@ -10,16 +10,16 @@ import pytest
 from fastapi import FastAPI
 from obstore.exceptions import UnauthenticatedError
 
-from tinkercloud_api import errors
-from tinkercloud_api.app import running_context
-from tinkercloud_api.catalog.tables import Session, TrainingRun
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
-from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.routes import runs
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_api.routes.checkpoints import run_routes
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.web import error_handlers
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.servers import free_port
 
@@ -52,8 +52,8 @@ async def server(tmp_path: Path) -> AsyncIterator[Context]:
 @pytest.fixture
 async def client(server: Context) -> AsyncIterator[httpx.AsyncClient]:
     api = FastAPI()
-    api.include_router(runs.router)
-    errors.install(api)
+    api.include_router(run_routes.router)
+    error_handlers.install(api)
     api.state.context = server
     asgi = httpx.ASGITransport(app=HotPaths(api, lambda: server, api.routes))
     headers = {routes.API_KEY_HEADER: KEY}

@@ -17,11 +17,11 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from tinkercloud_api import errors
-from tinkercloud_api.app import running_context
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import ServedModel
-from tinkercloud_api.routes import hub
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.routes.models import hub_mirror
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.web import error_handlers
 from tinkercloud_testing.providers import OneHead
 
 MODEL = "acme/tiny"
@@ -55,8 +55,8 @@ async def endpoint(folder: Path, tmp_path: Path) -> AsyncIterator[str]:
     (tmp_path / "state").mkdir()
     async with running_context(settings, _Provider(folder)) as known:
         api = FastAPI()
-        api.include_router(hub.router)
-        errors.install(api)
+        api.include_router(hub_mirror.router)
+        error_handlers.install(api)
         api.state.context = known
         listener = socket.create_server(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(api, log_config=None))

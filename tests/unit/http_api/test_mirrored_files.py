@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tinkercloud_api.routes.hub import tokenizer_files
+from tinkercloud_api.routes.models.hub_mirror import tokenizer_files
 
 SERVED = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 

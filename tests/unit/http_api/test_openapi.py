@@ -16,10 +16,10 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 import tinkercloud_api.routes as api_routes
-from tinkercloud_api.app import Application
-from tinkercloud_api.hot_paths import HANDLERS
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import routes
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_api.serve.hot_paths import HANDLERS
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"

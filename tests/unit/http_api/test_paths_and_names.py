@@ -11,9 +11,9 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from tinkercloud_api.app import Application
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import request_ids, routes
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_api.app import running_context
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"

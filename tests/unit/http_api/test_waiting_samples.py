@@ -11,13 +11,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from fastapi import FastAPI
 
-from tinkercloud_api.app import running_context
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
-from tinkercloud_api.hot_paths import HotPaths
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import Timings
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.providers import OneHead
 
 KEY = "tml-of-samples-that-are-awaited"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol import shared_journals
-from tinkercloud_protocol.journals import JournalManifest
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import Base, Header, object_key
+from tinkercloud_protocol.heads import journal_copy
+from tinkercloud_protocol.heads.journal_copy import Base, Header, object_key
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_testing.bare_heads import MODEL, SPEC
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import DamagedJournal, Entry, Record
@@ -41,7 +41,7 @@ async def write(log: SharedLog) -> None:
     """Write a journal of objects with one record each."""
     for index in range(OBJECTS):
         content = records.encode(a_record(index))
-        await log.append(index + 1, shared_journals.encode(a_header(index), content))
+        await log.append(index + 1, journal_copy.encode(a_header(index), content))
 
 
 async def test_a_copy_is_checked_with_one_object_in_memory_at_a_time(log: SharedLog) -> None:
@@ -77,7 +77,7 @@ async def test_damage_to_any_object_is_found(
     changed = {
         "cut": content[:-1],
         "changed": content[:-1] + b"?",
-        "of another place": shared_journals.encode(header, records.encode(a_record(0))),
+        "of another place": journal_copy.encode(header, records.encode(a_record(0))),
     }
     if damage == "lost":
         path.unlink()

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol.futures import Result
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.wire.future_responses import Result
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.waiting import reached
 from tinkercloud_worker.custom_losses.nursery import LossEnded
-from tinkercloud_worker.head.attempts import Attempts, RepeatTurns
-from tinkercloud_worker.head.durable_run import DurableRun
-from tinkercloud_worker.head.operations import Operations
+from tinkercloud_worker.head.durable.durable_run import DurableRun
+from tinkercloud_worker.head.model.operations import Operations
+from tinkercloud_worker.head.order.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.journal.folder import JournalFolder
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,15 +12,15 @@ import pytest
 from obstore.store import ObjectStore
 from pydantic import ValidationError
 
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.durability import DurabilityConfig, DurabilityReport
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.journals import JournalManifest
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityReport
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_testing.bare_heads import MODEL, a_head, described, train, until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
-from tinkercloud_worker.head.lease_reports import lease_reports
-from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.head.serve.lease_reports import lease_reports
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(120)

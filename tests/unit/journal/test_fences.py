@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import StateLost, WireError
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER, Base, Header, object_key
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_copy import FOLDER, Base, Header, object_key
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.errors import StateLost, WireError
 from tinkercloud_testing.bare_heads import MODEL, PATIENCE_SECONDS, SPEC, a_head, train
-from tinkercloud_worker.head.failures import Moved
+from tinkercloud_worker.head.wire.failed_results import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,10 +16,10 @@ import orjson
 import pytest
 from obstore.store import LocalStore
 
-from tinkercloud_api.providers import local_head
 from tinkercloud_api.providers.base import HeadFailed
-from tinkercloud_protocol import journals, shared_journals
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_api.providers.local import local_head
+from tinkercloud_protocol.heads import journal_copy, journal_files
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
     ImportedAdapter,
     StoredFile,
@@ -27,12 +27,12 @@ from tinkercloud_protocol.checkpoints import (
     decode_manifest,
     encode_manifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.journals import JournalManifest, manifest_path
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_protocol.heads.journal_copy import Base, Header
+from tinkercloud_protocol.heads.journal_files import JournalManifest, manifest_path
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.folder import JournalFolder
@@ -94,7 +94,7 @@ def read_journal_manifest(folder: Path) -> Kind:
 
     def read(content: bytes) -> object:
         path.write_bytes(content)
-        return journals.read_manifest(folder, RUN)
+        return journal_files.read_manifest(folder, RUN)
 
     return Kind(path.read_bytes(), read)
 
@@ -133,11 +133,11 @@ def read_segment(folder: Path) -> Kind:
 
 def read_shared_object(folder: Path) -> Kind:
     def read(content: bytes) -> object:
-        header, rest = shared_journals.decode(content, "object 1")
+        header, rest = journal_copy.decode(content, "object 1")
         return header, records.decode(rest, "object 1")
 
     return Kind(
-        shared_journals.encode(HEADER, b"".join(map(records.encode, RECORDS))),
+        journal_copy.encode(HEADER, b"".join(map(records.encode, RECORDS))),
         read,
     )
 
@@ -239,7 +239,7 @@ def test_an_object_of_a_journal_of_a_newer_release_is_refused_in_a_sentence() ->
 
     for version, header in headers.items():
         with pytest.raises(InvalidRequest, match=f"object 1 can't be read: .* has {version}, and"):
-            shared_journals.decode(shared_journals.encode(header, b""), "object 1")
+            journal_copy.decode(journal_copy.encode(header, b""), "object 1")
 
 
 async def test_every_changed_byte_of_a_file_of_a_checkpoint_is_refused(tmp_path: Path) -> None:

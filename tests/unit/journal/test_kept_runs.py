@@ -15,19 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol import journals
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import Overloaded, StateLost, Unavailable
-from tinkercloud_protocol.journals import manifest_path, run_ids
-from tinkercloud_protocol.launch import Timings
+from tinkercloud_protocol.heads import journal_files
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_files import manifest_path, run_ids
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire.errors import Overloaded, StateLost, Unavailable
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.durability import Durability
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.live_model import LiveModel
-from tinkercloud_worker.head.service import HeadService
+from tinkercloud_worker.head.durable.durable_runs import Durability
+from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.serve.service import HeadService
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -102,7 +102,7 @@ async def test_a_disk_that_cannot_be_read_delays_what_is_on_it_and_no_other_run(
         await train(head)
         expected = await head.loss(3)
         with monkeypatch.context() as broken:
-            broken.setattr(journals, "run_ids", fail)
+            broken.setattr(journal_files, "run_ids", fail)
             with pytest.raises(Unavailable, match="Input/output error"):
                 await head.service.checkpoint()
             assert list((disks.folder / "store").rglob("last-step-000001/manifest.json"))

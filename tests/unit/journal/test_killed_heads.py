@@ -15,16 +15,16 @@ from typing import Any
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.envelope import TrainingEnvelope
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, StateLost, Unavailable
-from tinkercloud_protocol.journals import has_journal, manifest_path
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_files import has_journal, manifest_path
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.envelope import TrainingEnvelope
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, StateLost, Unavailable
 from tinkercloud_testing.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
-from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
 pytestmark = pytest.mark.timeout(300)

@@ -6,9 +6,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.bare_heads import Head, a_head, described, train, until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState

@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.ids import ModelId
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, described, train, until
-from tinkercloud_worker.head.journal_room import JournalRoom, NoRoom, RoomShare, num_bytes_in
+from tinkercloud_worker.head.durable.journal_room import (
+    JournalRoom,
+    NoRoom,
+    RoomShare,
+    num_bytes_in,
+)
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,12 +11,12 @@ from typing import Any
 import obstore
 import pytest
 
-from tinkercloud_protocol import shared_journals
-from tinkercloud_protocol.checkpoints import BODIES
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.shared_journals import FOLDER, Header
+from tinkercloud_protocol.heads import journal_copy
+from tinkercloud_protocol.heads.checkpoint_manifest import BODIES
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_copy import FOLDER, Header
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
@@ -260,7 +260,7 @@ async def test_requests_that_overflow_while_a_snapshot_is_copied_are_replaced_by
 async def test_requests_that_could_not_be_encoded_once_are_copied_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode, config = shared_journals.encode, DurabilityConfig(level="remote")
+    encode, config = journal_copy.encode, DurabilityConfig(level="remote")
     failed = asyncio.Event()
 
     def fail_once(header: Header, content: bytes) -> bytes:
@@ -271,7 +271,7 @@ async def test_requests_that_could_not_be_encoded_once_are_copied_all_the_same(
 
     with training(tmp_path, config, "g1") as head:
         await head.begin()
-        monkeypatch.setattr(shared_journals, "encode", fail_once)
+        monkeypatch.setattr(journal_copy, "encode", fail_once)
         losses = await train(head, 1, 4)
         assert failed.is_set()
         await until(lambda: described(head).is_durable)

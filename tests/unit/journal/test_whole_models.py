@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor
 
-from tinkercloud_protocol.durability import DurabilityConfig
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_testing.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
@@ -26,7 +26,7 @@ from tinkercloud_testing.bare_heads import (
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.checkpoints.tensor_file import Growing
-from tinkercloud_worker.head.journal_room import JournalRoom, NoRoom, RoomShare
+from tinkercloud_worker.head.durable.journal_room import JournalRoom, NoRoom, RoomShare
 
 pytestmark = pytest.mark.timeout(120)
 

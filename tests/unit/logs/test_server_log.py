@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tinkercloud_api import logs
-from tinkercloud_api.settings import Settings
+from tinkercloud_api.config import api_logs
+from tinkercloud_api.config.settings import Settings
 
 CLEAR_SCREEN = "\x1b[2J"
 
@@ -27,7 +27,7 @@ def logging_as_before() -> Iterator[None]:
 def test_control_characters_are_escaped_everywhere(
     log_format: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    logs.configure(Settings(state_dir=tmp_path, log_format=log_format))
+    api_logs.configure(Settings(state_dir=tmp_path, log_format=log_format))
     log = structlog.stdlib.get_logger("tinkercloud_api.test")
 
     log.info("reported", error_message=CLEAR_SCREEN, listed=[CLEAR_SCREEN], line="a\nforged\rb")
@@ -45,10 +45,10 @@ def test_a_warning_that_any_client_can_cause_is_logged_once_a_minute_with_a_coun
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moment = 0.0
-    seldom = logs.WarningRateLimit(clock=lambda: moment)
+    seldom = api_logs.WarningRateLimit(clock=lambda: moment)
     logger = logging.getLogger("uvicorn.error.of.this.test")
     logger.addFilter(seldom)
-    logs.configure(Settings(state_dir=tmp_path))
+    api_logs.configure(Settings(state_dir=tmp_path))
 
     for moment in (0.0, 1.0, 59.0, 60.0, 61.0):
         logger.warning("Invalid HTTP request received.")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from tinkercloud_protocol import custom_losses as format_1
-from tinkercloud_protocol import loss_operations
-from tinkercloud_protocol.custom_losses import CustomLoss
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.losses import loss_operations
+from tinkercloud_protocol.losses import traced_losses as format_1
+from tinkercloud_protocol.losses.traced_losses import CustomLoss
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.uploaded_losses import (
     LossFunction,
     a_node,

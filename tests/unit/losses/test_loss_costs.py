@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinkercloud_protocol import loss_operations
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.losses import loss_operations
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.uploaded_losses import a_method, a_node, of_nodes, ref, stored, total
 from tinkercloud_worker.custom_losses import costs, graphs
 from tinkercloud_worker.custom_losses.costs import NODE_ELEMENTS, Meter

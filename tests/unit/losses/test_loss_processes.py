@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 
-from tinkercloud_protocol.custom_losses import MAX_NODES, CustomLoss
-from tinkercloud_protocol.errors import InvalidRequest, Unavailable
-from tinkercloud_protocol.loss_limits import LossLimits
+from tinkercloud_protocol.losses.loss_limits import LossLimits
+from tinkercloud_protocol.losses.traced_losses import MAX_NODES, CustomLoss
+from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 from tinkercloud_testing import uploaded_losses
 from tinkercloud_testing.uploaded_losses import (
     Node,
@@ -274,7 +274,7 @@ def test_an_idle_process_that_was_killed_is_replaced() -> None:
 
 HEAD = """
 import threading, torch
-from tinkercloud_protocol.loss_limits import LossLimits
+from tinkercloud_protocol.losses.loss_limits import LossLimits
 from tinkercloud_worker.custom_losses.nursery import Nursery
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol.envelope import peek_training
+from tinkercloud_protocol.wire.envelope import peek_training
 from tinkercloud_testing.bare_heads import Head, a_head, until
 from tinkercloud_testing.uploaded_losses import uploaded
-from tinkercloud_worker.head.requests import receive_batch
+from tinkercloud_worker.head.order.requests import receive_batch
 
 
 def send_custom(head: Head) -> None:

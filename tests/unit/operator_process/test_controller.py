@@ -9,9 +9,9 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import __main__ as process
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.handlers import WatchingFailed
-from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings

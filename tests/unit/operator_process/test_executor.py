@@ -11,12 +11,12 @@ from tinkercloud_kube.errors import Conflict, Rejected, Unavailable
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
 from tinkercloud_operator.children.secret_marker import has_secret
-from tinkercloud_operator.decide.actions import Delete, DeleteSession, Plan
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.run.executor import Executor
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.served_definitions import ServedDefinitions
+from tinkercloud_operator.decide.session.actions import Delete, DeleteSession, Plan
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.run.cluster.executor import Executor
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi

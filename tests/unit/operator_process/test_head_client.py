@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from tinkercloud_operator.decide.actions import GiveAway, RemoveModel, SaveRequest
-from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
+from tinkercloud_operator.decide.session.actions import GiveAway, RemoveModel, SaveRequest
+from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, SaveResult
 from tinkercloud_testing.cluster.memory_api import Connection
 
 SECRET = "/api/v1/namespaces/default/secrets/pool-a-token"

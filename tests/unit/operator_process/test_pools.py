@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.decide import head_answers
-from tinkercloud_operator.decide.actions import GiveAway, HeadRequest, TakeBack
-from tinkercloud_operator.decide.head_answers import HeadMemory
-from tinkercloud_operator.decide.pool_model import Cluster
-from tinkercloud_operator.decide.pools import pool_status
-from tinkercloud_operator.run import pool_memory, pools
-from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
-from tinkercloud_operator.run.pool_memory import PoolMemory
-from tinkercloud_operator.run.pools import Pools
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.spares import Spares
-from tinkercloud_operator.run.store import Watched
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_operator.decide.pool import head_answers
+from tinkercloud_operator.decide.pool.head_answers import HeadMemory
+from tinkercloud_operator.decide.pool.pool_model import Cluster
+from tinkercloud_operator.decide.pool.pool_plan import pool_status
+from tinkercloud_operator.decide.session.actions import GiveAway, HeadRequest, TakeBack
+from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, SaveResult
+from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.pool import pool_memory, pool_runner
+from tinkercloud_operator.run.pool.pool_memory import PoolMemory
+from tinkercloud_operator.run.pool.pool_runner import Pools
+from tinkercloud_operator.run.pool.spare_runner import Spares
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached
@@ -283,7 +283,7 @@ async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_
 async def test_a_run_that_the_memory_has_no_room_for_is_placed_when_it_has_some(
     operator: Operator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(pool_runner, "ASK_AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
     pool = {"maxClusters": 1, "slotsPerCluster": 8}
     shared: Json = a_base_model_manifest("model", sharing="Shared", pool=pool)

@@ -7,10 +7,10 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide.actions import HeadRequest, SaveRequest
+from tinkercloud_operator.decide.session.actions import HeadRequest, SaveRequest
+from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, SaveResult
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.controller import Controller
-from tinkercloud_operator.run.head_client import HeadClient, SaveFailed, SaveResult
-from tinkercloud_operator.run.save_requests import HeadSaver
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest

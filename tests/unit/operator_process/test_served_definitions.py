@@ -11,11 +11,11 @@ from tinkercloud_kube.errors import Rejected
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run import controller as controller_module
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
-from tinkercloud_operator.run.head_client import HeadClient
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
-from tinkercloud_operator.run.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import a_session_manifest

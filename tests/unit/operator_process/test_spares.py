@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.run.pool_memory import PoolMemory
-from tinkercloud_operator.run.pools import Pools
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.spares import Spares
-from tinkercloud_operator.run.store import Watched
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.pool.pool_memory import PoolMemory
+from tinkercloud_operator.run.pool.pool_runner import Pools
+from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached

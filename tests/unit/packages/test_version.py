@@ -18,12 +18,12 @@ OF_RELEASES = {
     ".github/workflows/release.yml",
     "CHANGELOG.md",
     "UPGRADING.md",
-    "api_server/src/tinkercloud_api/catalog/database.py",
+    "api_server/src/tinkercloud_api/catalog/schema/connection.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0.py",
     "docs/compatibility.md",
     "docs/operate/upgrades.md",
-    "protocol/src/tinkercloud_protocol/launch.py",
-    "protocol/src/tinkercloud_protocol/releases.py",
+    "protocol/src/tinkercloud_protocol/heads/launch.py",
+    "protocol/src/tinkercloud_protocol/heads/releases.py",
     "tools/compatibility/releases.yaml",
 }
 """Files that name releases that were made, or one as an example. So do tests."""

@@ -8,10 +8,10 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, ServedModel
-from tinkercloud_api.providers.local_head import LocalHead, _Killed
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.usage import UsageReport
+from tinkercloud_api.providers.local.local_head import LocalHead, _Killed
+from tinkercloud_protocol.heads.usage_reports import UsageReport
 
 UNREACHABLE = HeadEndpoint("http://127.0.0.1:1", "", "g1")
 LOGGED = "UserWarning: KeyError: 'rope_scaling' is ignored\nloading\n"

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tinkercloud_api.model_names import (
+from tinkercloud_api.providers.base import ServedModel, unknown_base_model
+from tinkercloud_api.providers.model_names import (
     LLAMA_3_TOKENIZER,
     is_of,
     model_of,
     model_with_tokenizer,
     with_aliases,
 )
-from tinkercloud_api.providers.base import ServedModel, unknown_base_model
 
 QWEN, LLAMA = "Qwen/Qwen3-4B-Instruct-2507", "meta-llama/Llama-3.1-8B-Instruct"
 MODELS = with_aliases(

@@ -10,14 +10,14 @@ import orjson
 import pytest
 from aiohttp import web
 
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import SamplingSession, Session
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_protocol.launch import SamplerSpec
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.launch import SamplerSpec
+from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_testing.providers import OneHead
 
 PATH = "tinker://s:train:0/sampler_weights/x"

@@ -10,22 +10,26 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tinkercloud_api.auth import Principal, Role
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import SamplingSession, Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import SamplingSession, Session, TrainingRun
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.deferred_requests import Deferred
-from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.deferred_requests import Deferred
+from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement
-from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_protocol.checkpoints import CheckpointManifest, encode_manifest, suspended_key
-from tinkercloud_protocol.errors import InvalidRequest, StateLost, Unavailable
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointPath, evicted_prefix
-from tinkercloud_protocol.shared_journals import FOLDER, object_key
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_protocol.heads.checkpoint_manifest import (
+    CheckpointManifest,
+    encode_manifest,
+    suspended_key,
+)
+from tinkercloud_protocol.heads.journal_copy import FOLDER, object_key
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavailable
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.wire.paths import CheckpointPath, evicted_prefix
 from tinkercloud_testing.providers import OneHead
 
 SPEC = ModelSpec(owner="me", lora=None).model_dump(mode="json")

@@ -8,15 +8,15 @@ from typing import cast
 import pytest
 
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import Placement, ServedModel, unknown_base_model
-from tinkercloud_api.providers.kubernetes import KubernetesProvider
-from tinkercloud_api.providers.local import LocalProvider
-from tinkercloud_api.settings import Settings
-from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.local.local_provider import LocalProvider
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
 
 UNKNOWN = Placement("s:train:0", "me", "unknown", ModelSpec(owner="me", lora=None))
 

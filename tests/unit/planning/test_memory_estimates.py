@@ -31,7 +31,7 @@ from tinkercloud_planning.memory import (
     sampling,
     training,
 )
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.activations import RANK, built, bytes_of, kept
 from tinkercloud_testing.models import (
     in_dtype,

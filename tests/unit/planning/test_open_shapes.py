@@ -10,7 +10,7 @@ from tinkercloud_crds.base_model import BaseModelSpec, Limits, Pool
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
 from tinkercloud_crds.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import support_objects
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_testing.sessions import (

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_api.program_settings import ProgramSettings
-from tinkercloud_api.providers.local_programs import LocalPrograms
-from tinkercloud_api.providers.programs import ProgramLaunch, ProgramState
-from tinkercloud_protocol.programs import ProgramPhase
+from tinkercloud_api.config.program_settings import ProgramSettings
+from tinkercloud_api.providers.local.local_programs import LocalPrograms
+from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
+from tinkercloud_protocol.programs.program_messages import ProgramPhase
 from tinkercloud_testing.bare_heads import until
 
 DETACHED = """
@@ -101,7 +101,7 @@ async def test_a_program_that_is_killed_is_reported_with_its_signal(world: World
 async def test_a_daemon_that_kills_its_launcher_does_not_keep_the_program_running(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_api.providers.local_programs._KILL_SECONDS", 0.1)
+    monkeypatch.setattr("tinkercloud_api.providers.local.local_programs._KILL_SECONDS", 0.1)
     daemon = await world.run(DETACHED + "os.kill(os.getppid(), 9); time.sleep(3600)")
     try:
         async with asyncio.timeout(20):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from tinkercloud_protocol.asgi import (
+from tinkercloud_protocol.wire.asgi import (
     Message,
     Request,
     check_encoding,
@@ -15,7 +15,7 @@ from tinkercloud_protocol.asgi import (
     error_body,
     respond,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 SCOPE: MutableMapping[str, Any] = {"method": "POST", "path": "/x", "headers": [(b"a", b"\xe9")]}
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import CreateModelRequest, LoadWeightsRequest
-from tinkercloud_protocol.wire import parse_json
+from tinkercloud_protocol.requests.training_requests import CreateModelRequest, LoadWeightsRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import parse_json
 
 CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "tiny"}
 

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 TELL = (
-    "import resource; from tinkercloud_protocol.descriptors import raise_limit;"
+    "import resource; from tinkercloud_protocol.heads.descriptors import raise_limit;"
     "print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 )
 

@@ -7,10 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_protocol.envelope import PREFIX_BYTES, peek_json, peek_json_place, peek_training
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.training import OptimStepRequest
-from tinkercloud_protocol.wire import parse_json
+from tinkercloud_protocol.requests.training_requests import OptimStepRequest
+from tinkercloud_protocol.wire.envelope import (
+    PREFIX_BYTES,
+    peek_json,
+    peek_json_place,
+    peek_training,
+)
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import parse_json
 
 ids = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=60)
 

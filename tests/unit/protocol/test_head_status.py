@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.heads.launch import HeadStatus
 
 CAPACITY = {"models": 1, "model_bytes": 10, "pass_bytes": 0, "free_bytes": 30}
 STATUS: dict[str, Any] = {

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.ids import ModelId, RequestId, SamplingSessionId, new_session_id
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.ids import ModelId, RequestId, SamplingSessionId, new_session_id
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 sessions = st.from_regex(r"[0-9A-Za-z][0-9A-Za-z-]{0,63}", fullmatch=True)
 indices = st.integers(0, 2**31 - 1)

@@ -14,13 +14,13 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from tinkercloud_protocol import messages_pb2 as pb
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.image_limits import ImageLimits
-from tinkercloud_protocol.images import ImagePart, header_size, read_image
-from tinkercloud_protocol.json_payloads import decode_batch, load_batch
-from tinkercloud_protocol.payloads import decode_forward_backward
-from tinkercloud_protocol.sampling import SampleRequest, parse_sample
-from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.requests.image_files import ImagePart, header_size, read_image
+from tinkercloud_protocol.requests.image_limits import ImageLimits
+from tinkercloud_protocol.requests.json_payloads import decode_batch, load_batch
+from tinkercloud_protocol.requests.payloads import decode_forward_backward
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest, parse_sample
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.pictures import picture
 
 MODEL = "s:train:0"

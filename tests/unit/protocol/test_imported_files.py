@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from tinkercloud_api.transfers.base_weights import read_base
-from tinkercloud_protocol import adapter_fit, peft
-from tinkercloud_protocol.adapter_file import AdapterFile, is_finite
-from tinkercloud_protocol.adapter_fit import BaseWeights
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.adapters import adapter_fit, peft
+from tinkercloud_protocol.adapters.adapter_file import AdapterFile, is_finite
+from tinkercloud_protocol.adapters.adapter_fit import BaseWeights
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.families import ONE_BY_ONE
 from tinkercloud_testing.models import save as save_model
 from tinkercloud_testing.models import tiny_llama, tiny_qwen3_moe

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.json_payloads import decode_batch, load_batch
-from tinkercloud_protocol.payloads import decode_forward_backward
-from tinkercloud_protocol.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.requests.json_payloads import decode_batch, load_batch
+from tinkercloud_protocol.requests.payloads import decode_forward_backward
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 MODEL = "s:train:0"
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_protocol.object_store import allows_http
+from tinkercloud_protocol.heads.object_store import allows_http
 
 
 @pytest.mark.parametrize(

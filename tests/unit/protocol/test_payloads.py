@@ -13,13 +13,18 @@ from tinker.proto.response_conv import (
     deserialize_sample_response,
 )
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.payloads import (
+from tinkercloud_protocol.requests.payloads import (
     decode_forward_backward,
     encode_forward_backward_output,
     encode_sample_response,
 )
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs, densify
+from tinkercloud_protocol.requests.tensors import (
+    PromptScores,
+    SampledSequence,
+    TopLogprobs,
+    densify,
+)
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_datum, a_request
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol import peft
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.adapters import peft
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 PLAIN: dict[str, Any] = {
     "peft_type": "LORA",

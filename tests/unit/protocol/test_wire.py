@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkercloud_api.routes.sessions import CreateSession, Telemetry
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.training import OptimStepRequest, SaveWeightsRequest
-from tinkercloud_protocol.wire import MAX_SHOWN_BODY_BYTES, describe, parse_json
+from tinkercloud_api.routes.sessions.session_routes import CreateSession, Telemetry
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.requests.training_requests import OptimStepRequest, SaveWeightsRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import MAX_SHOWN_BODY_BYTES, describe, parse_json
 
 MANY = 5000
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from tinkercloud_api.head_client import HeadUnreachable, open_client
+from tinkercloud_api.heads.proxy import Proxy, StaleEndpoint
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.proxy import Proxy, StaleEndpoint
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.providers.head_http_client import HeadUnreachable, open_client
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.servers import free_port
 
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
-from tinkercloud_api import head_client
-from tinkercloud_api.head_client import HeadUnreachable, open_client
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_api.providers import head_http_client
+from tinkercloud_api.providers.head_http_client import HeadUnreachable, open_client
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 ANSWER = b"HTTP/1.1 %d X\r\ncontent-length: 2\r\n\r\nok"
 
@@ -38,7 +38,7 @@ async def post(
     body: bytes | AsyncIterator[bytes],
     timeout_seconds: float = 30,
 ) -> int:
-    async with head_client.post(
+    async with head_http_client.post(
         session, url, {}, body, timeout_seconds=timeout_seconds
     ) as response:
         assert b"".join([chunk async for chunk in response.chunks]) == b"ok"
@@ -127,7 +127,7 @@ async def test_an_error_in_the_request_body_is_not_attributed_to_the_head() -> N
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         with pytest.raises(InvalidRequest, match="the client hung up"):
-            async with head_client.post(session, url, {}, broken(), timeout_seconds=30):
+            async with head_http_client.post(session, url, {}, broken(), timeout_seconds=30):
                 pytest.fail("the head answered half a request")
 
 
@@ -178,14 +178,16 @@ async def test_the_time_a_client_takes_to_send_does_not_count_towards_the_timeou
     ):
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/fine"
         length = {"content-length": "4"}
-        async with head_client.post(session, url, length, slow(), timeout_seconds=0.5) as response:
+        async with head_http_client.post(
+            session, url, length, slow(), timeout_seconds=0.5
+        ) as response:
             assert response.status == 200
 
 
 async def test_connecting_to_an_unreachable_machine_times_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(head_client, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(head_http_client, "_CONNECT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         # The system drops further connections while the accept queue is full.
         queued = [socket.socket() for _ in range(4)]
@@ -202,7 +204,7 @@ async def test_connecting_to_an_unreachable_machine_times_out(
 
 
 async def test_connections_detect_a_dead_machine() -> None:
-    made = head_client._kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0))
+    made = head_http_client._kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0))
     with made:
         options = [
             made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
@@ -212,7 +214,7 @@ async def test_connections_detect_a_dead_machine() -> None:
     async with open_client() as session:
         connector = session.connector
         assert isinstance(connector, aiohttp.TCPConnector)
-        assert connector._socket_factory is head_client._kept_alive_socket
+        assert connector._socket_factory is head_http_client._kept_alive_socket
 
 
 async def test_connections_closed_by_a_head_are_not_reused() -> None:

@@ -11,15 +11,15 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from tinkercloud_api.app import Application
-from tinkercloud_api.head_client import open_client
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, Placement, ServedModel
-from tinkercloud_api.providers.head_endpoints import HeadEndpoints
-from tinkercloud_api.providers.local_head import LocalHead
-from tinkercloud_api.providers.session_durability import DurabilityAnnotator
-from tinkercloud_api.providers.session_status import Ready, TrainingSessionView
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.launch import (
+from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints
+from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
+from tinkercloud_api.providers.cluster.session_status import Ready, TrainingSessionView
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.providers.local.local_head import LocalHead
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_protocol.heads.launch import (
     HEAD_PROTOCOL,
     HeadStatus,
     HeldModels,
@@ -28,11 +28,11 @@ from tinkercloud_protocol.launch import (
     Saved,
     protocol_refusal,
 )
-from tinkercloud_protocol.releases import Versions, this_release
-from tinkercloud_protocol.usage import UsageReport
+from tinkercloud_protocol.heads.releases import Versions, this_release
+from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head, served
-from tinkercloud_worker.head import reports
+from tinkercloud_worker.head.serve import reports
 
 KEY = "tml-of-clients-of-two-releases"
 NOW = HEAD_PROTOCOL.newest

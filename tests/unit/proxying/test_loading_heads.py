@@ -16,16 +16,16 @@ import tinker
 from tinker import types
 from tinker.lib import internal_client_holder, queue_state_logger
 
-from tinkercloud_api.app import Application
-from tinkercloud_api.deferred_requests import Deferred, DeferredRequests
-from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.deferred_requests import Deferred, DeferredRequests
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed
-from tinkercloud_api.providers.cluster_errors import ClusterRejected
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded
-from tinkercloud_protocol.launch import Limits, Timings
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_api.providers.cluster.cluster_errors import ClusterRejected
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_protocol.heads.launch import Limits, Timings
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 from tinkercloud_testing.bare_heads import until
 from tinkercloud_testing.providers import LoadingHead
 from tinkercloud_testing.sdk_clients import SdkClients

@@ -10,20 +10,20 @@ import aiohttp
 import orjson
 import pytest
 
-from tinkercloud_api.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.context import Context
-from tinkercloud_api.head_client import open_client
-from tinkercloud_api.hot_paths import HANDLERS
-from tinkercloud_api.http import HotRequest
-from tinkercloud_api.long_polls import LongPolls
+from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.proxy import Proxy
-from tinkercloud_api.routes.call import Call
-from tinkercloud_api.tenants import Tenants
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import BodyTooLarge, InvalidRequest, NotFound
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.head import requests
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.routes.requests.call import Call
+from tinkercloud_api.serve.hot_paths import HANDLERS
+from tinkercloud_api.web.asgi_http import HotRequest
+from tinkercloud_api.web.long_polls import LongPolls
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest, NotFound
+from tinkercloud_worker.head.order import requests
 
 MODEL = "s:train:0"
 OF_ANOTHER = "tinker://other:train:0/weights/x"

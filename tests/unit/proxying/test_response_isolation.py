@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from tinkercloud_api import head_client
-from tinkercloud_api.head_client import HeadResponse, HeadUnreachable, open_client
+from tinkercloud_api.providers import head_http_client
+from tinkercloud_api.providers.head_http_client import HeadResponse, HeadUnreachable, open_client
 
 KIB = 1 << 10
 SIZES = (
@@ -128,7 +128,7 @@ async def request(session: aiohttp.ClientSession, url: str, case: Case) -> str:
     """Send a request and return its outcome: "answered", "failed", or "left" by its reader."""
     body = _streamed(case.body) if case.streams else case.body
     try:
-        async with head_client.post(
+        async with head_http_client.post(
             session, f"{url}/{case.number}", {}, body, timeout_seconds=SILENCE_SECONDS
         ) as response:
             assert dict(response.headers)[b"x-number"] == b"%d" % case.number

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_crds.quotas import (
+from tinkercloud_crds.quota_fields import (
     Amounts,
     Claimant,
     Tenant,

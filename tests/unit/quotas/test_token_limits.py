@@ -5,8 +5,8 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.owner_limits import OwnerLimits
-from tinkercloud_worker.head.token_limits import TokenBucket, TokenLimits
+from tinkercloud_protocol.heads.owner_limits import OwnerLimits
+from tinkercloud_worker.head.wire.token_limits import TokenBucket, TokenLimits
 
 
 def limits(tokens: int | None, owner: str = "ada") -> OwnerLimits:

@@ -8,8 +8,8 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.base_model_status import base_model_status
+from tinkercloud_operator.decide.pool.base_model_status import base_model_status
+from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.spec.resolved import Rejection, resolve
 from tinkercloud_testing.sessions import (
     NOON,

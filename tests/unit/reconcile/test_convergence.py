@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_operator.decide.actions import Plan
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.actions import Plan
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_testing.session_conditions import reached
 from tinkercloud_testing.session_world import (
     EVENTS,

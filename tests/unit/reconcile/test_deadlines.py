@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find, timestamp
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.deadlines import (
+from tinkercloud_operator.decide.pods.deadlines import (
     DELETION_TIMEOUT,
     KUBERAY_TIMEOUT,
     TERMINATION_TIMEOUT,
 )
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
 from tinkercloud_testing.sessions import NOON, Json, a_pod, a_session, observed

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tinkercloud_operator.decide.drift import is_up_to_date
-from tinkercloud_operator.decide.reconcile import children
+from tinkercloud_operator.decide.pods.drift import is_up_to_date
+from tinkercloud_operator.decide.session.reconcile import children
 from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_build
 
 keys = st.text("abc", min_size=1, max_size=3)

@@ -15,9 +15,9 @@ from tinkercloud_crds.training_session import SamplerOverride
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.children.support_objects import disruption_budget, head_config
-from tinkercloud_operator.decide.actions import Apply
-from tinkercloud_operator.decide.engine_pods import engine_pods, existing_engines, is_scaled
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.pods.engine_pods import engine_pods, existing_engines, is_scaled
+from tinkercloud_operator.decide.session.actions import Apply
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import (
     Rejection,

@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.decide.actions import SaveRequest
+from tinkercloud_operator.decide.session.actions import SaveRequest
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import (
     HEAD_SERVICE,

@@ -1,6 +1,6 @@
 """When heads are asked again what their memory holds."""
 
-from tinkercloud_operator.decide.head_answers import ASK_AGAIN_SECONDS, Asked
+from tinkercloud_operator.decide.pool.head_answers import ASK_AGAIN_SECONDS, Asked
 
 
 def pause_of(asked: Asked) -> int:

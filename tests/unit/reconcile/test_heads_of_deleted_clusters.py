@@ -7,10 +7,10 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find, timestamp
-from tinkercloud_operator.decide.actions import Apply, Plan
-from tinkercloud_operator.decide.parsing import pod
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.run.store import Watched
+from tinkercloud_operator.decide.read.parsing import pod
+from tinkercloud_operator.decide.session.actions import Apply, Plan
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.snapshot import Observed, Pod
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (

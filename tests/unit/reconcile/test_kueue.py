@@ -7,8 +7,8 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_operator.decide.actions import Apply, Plan
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.actions import Apply, Plan
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.session_world import OFFERS, RAY_CLUSTER, SETTINGS, World, a_world

@@ -8,7 +8,7 @@ import pytest
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timestamp
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.times import parse_time
-from tinkercloud_operator.decide.lifetime import Decision, DesiredState, decide, last_use
+from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide, last_use
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
 

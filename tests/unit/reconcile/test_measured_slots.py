@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.decide.head_answers import HeadMemory, head_memory
-from tinkercloud_operator.decide.pool_facts import pool_facts
-from tinkercloud_operator.decide.pool_model import PoolFacts
-from tinkercloud_operator.decide.pools import plan_pool
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_operator.decide.pool.head_answers import HeadMemory, head_memory
+from tinkercloud_operator.decide.pool.pool_facts import pool_facts
+from tinkercloud_operator.decide.pool.pool_model import PoolFacts
+from tinkercloud_operator.decide.pool.pool_plan import plan_pool
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)

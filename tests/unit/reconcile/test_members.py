@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find, moved
-from tinkercloud_operator.decide.actions import (
+from tinkercloud_operator.decide.session.actions import (
     Apply,
     DeleteSession,
     Plan,
@@ -16,7 +16,7 @@ from tinkercloud_operator.decide.actions import (
     SaveRequest,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import Observed, PoolCluster
 from tinkercloud_testing.session_world import SETTINGS, World
 from tinkercloud_testing.sessions import NOON, a_base_model, a_session, observed

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.quotas import Amounts
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.decide.spare_facts import is_short
-from tinkercloud_operator.decide.tenant_quotas import claimant
+from tinkercloud_crds.quota_fields import Amounts
+from tinkercloud_operator.decide.pool.spare_facts import is_short
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.decide.tenancy.tenant_quotas import claimant
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
 from tinkercloud_testing.sessions import Json, a_base_model, a_session_manifest, observed
 

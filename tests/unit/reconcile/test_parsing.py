@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, PodProblem

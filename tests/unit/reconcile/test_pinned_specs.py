@@ -8,8 +8,8 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.decide.actions import Action, Apply
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.actions import Action, Apply
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_testing.session_world import (
     OFFERS,
     RAY_CLUSTER,

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool_model import Cluster, Member, PoolFacts
-from tinkercloud_operator.decide.pools import PoolPlan, plan_pool, pool_status
+from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool, pool_status
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NAMES = [f"pool-tiny-{index}" for index in range(5)]

@@ -6,10 +6,10 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_crds.programs import Program, ProgramStatus
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_crds.program_fields import Program, ProgramStatus
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
 from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
 from tinkercloud_testing.sessions import (

@@ -9,8 +9,8 @@ from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reaso
 from tinkercloud_crds.placement import Placement
 from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import (
     Rejection,

@@ -8,8 +8,8 @@ import pytest
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.generate import KINDS, definition
 from tinkercloud_crds.served_schemas import declared, kuberay_gap, own_gap, schema_of
-from tinkercloud_operator.decide.actions import Apply
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.actions import Apply
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import observed

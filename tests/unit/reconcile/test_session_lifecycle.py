@@ -8,7 +8,7 @@ from pydantic.alias_generators import to_camel
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.training_session import TrainingSessionStatus
-from tinkercloud_operator.decide.actions import (
+from tinkercloud_operator.decide.session.actions import (
     Apply,
     CreateSecret,
     Delete,
@@ -16,7 +16,7 @@ from tinkercloud_operator.decide.actions import (
     SaveRequest,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.reconcile import reconcile
+from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import ChildKey, PodProblem
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world

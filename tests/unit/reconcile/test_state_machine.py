@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, find
-from tinkercloud_operator.decide import lifetime
+from tinkercloud_operator.decide.session import lifetime
 from tinkercloud_testing.session_world import RAY_CLUSTER, World, a_world
 
 PAGE = Path(__file__).parents[3] / "docs" / "understand" / "suspend-and-resume.md"

@@ -9,7 +9,7 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 from tinkercloud_testing.sessions import (
     NOON,

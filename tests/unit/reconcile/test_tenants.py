@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_crds.quotas import usage
+from tinkercloud_crds.quota_fields import usage
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_operator.decide.actions import Apply
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.decide.start_order import waits_for_nodes
-from tinkercloud_operator.decide.tenant_choices import choices_of_tenant
-from tinkercloud_operator.decide.tenant_status import tenant_status
-from tinkercloud_operator.run.store import Surroundings, Watched
+from tinkercloud_operator.decide.session.actions import Apply
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.decide.tenancy.start_order import waits_for_nodes
+from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
+from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
+from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import SETTINGS

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tinkercloud_operator.run.work_queue import WorkQueue
+from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 
 SOON, LATER = 0.01, 30.0
 

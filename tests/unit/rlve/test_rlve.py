@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from tinkercloud_programs.rlve.batches import Group, Response, advantages, data_of
 from tinkercloud_programs.rlve.difficulty import Difficulty
 from tinkercloud_programs.rlve.problems import Outcome, Problems
-from tinkercloud_protocol.rlve import RlveConfig
-from tinkercloud_protocol.rlve_environments import ENVIRONMENTS
+from tinkercloud_protocol.programs.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve_environments import ENVIRONMENTS
 
 REWARDS = st.lists(st.floats(-1, 1), min_size=2, max_size=16)
 
@@ -39,7 +39,7 @@ def test_problems_need_no_torch() -> None:
 import random, sys
 sys.modules["torch"] = None
 from tinkercloud_programs.rlve.problems import Problems
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 problems = Problems(RlveConfig(enabled=True, environment_list=["Division"]))
 print(problems.generate("Division", 0, random.Random(0)).verify("<answer>x</answer>").reward)
 print("torch" in sys.modules)

@@ -5,10 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.ids import CURRENT_WEIGHTS, ModelId, SamplingSessionId, model_of_sampler
-from tinkercloud_protocol.launch import Limits
+from tinkercloud_protocol.heads.launch import Limits
+from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.ids import (
+    CURRENT_WEIGHTS,
+    ModelId,
+    SamplingSessionId,
+    model_of_sampler,
+)
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 
 CURRENT = CURRENT_WEIGHTS + MODEL.index
@@ -42,7 +47,7 @@ async def test_a_sample_uses_the_weights_after_the_requests_before_it(tmp_path: 
         await head.answer(3)
 
         assert result is not None
-        assert result.content_type == futures.PROTOBUF, result.body
+        assert result.content_type == future_responses.PROTOBUF, result.body
         assert await head.drawn(CURRENT, 0) == await head.drawn(0, 1)
         await head.answer(19)
         assert await head.drawn(CURRENT, 1) != await head.drawn(0, 1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import (
     ONE_BY_ONE,
@@ -25,11 +25,15 @@ from tinkercloud_testing.families import (
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.device.packing import PackedSequences
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingResult, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    PromptLogprobParams,
+    SamplingResult,
+    StopRules,
+)
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.decoding import TokenSampler
-from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.decoding import TokenSampler
+from tinkercloud_worker.torch_sampler.decode.decoding_check import check_decoding
 
 LONG = [7 * number % 250 for number in range(15)]
 PROMPTS = [[1, 2, 3], LONG, [7, 8], [*LONG[:12], 9, 8, 7, 6], LONG]

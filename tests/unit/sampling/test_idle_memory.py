@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_protocol.heads.launch import HeadStatus
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import Head, a_head
-from tinkercloud_worker.head.idle_memory import IdleMemory
+from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 
 pytestmark = pytest.mark.timeout(120)

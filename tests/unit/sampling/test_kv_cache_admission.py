@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, held
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.recording import Operations
-from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
-from tinkercloud_worker.torch_sampler.cache import KvShape, LayerKeyValues, SlotCache
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
+from tinkercloud_worker.torch_sampler.decode.cache import KvShape, LayerKeyValues, SlotCache
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 
 NEVER = StopRules(frozenset(), ())
 GRAPH_CAPTURERS: dict[str, Callable[[], GraphCapturer | None]] = {

@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.requests.tensors import FloatArray
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import a_sampling_request, an_engine, publish_adapter
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_llama
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.sampler import LogitChanges, SamplingRequest, StopRules
-from tinkercloud_worker.engine.sampling_request import prepare
-from tinkercloud_worker.torch_sampler.sampling import SamplingParams, filter_logits, sample_tokens
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    LogitChanges,
+    SamplingRequest,
+    StopRules,
+)
+from tinkercloud_worker.engine.sampling.sampling_request import prepare
+from tinkercloud_worker.torch_sampler.decode.token_choice import (
+    SamplingParams,
+    filter_logits,
+    sample_tokens,
+)
 
 NEVER = StopRules(frozenset(), ())
 PROMPT = [7, 9, 7, 30, 2]

@@ -7,7 +7,7 @@ import torch
 
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.segments import ActiveWeights
-from tinkercloud_worker.torch_sampler.lora_slots import LoraSlots, SlotAssignment
+from tinkercloud_worker.torch_sampler.decode.lora_slots import LoraSlots, SlotAssignment
 
 TARGETS = [
     Target("layers.0.mlp", in_features=6, out_features=5, group="mlp"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.errors import NotFound
+from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_testing.engines import (
     a_sampling_request,
     an_engine,
@@ -17,7 +17,11 @@ from tinkercloud_testing.engines import (
     publish_adapter,
 )
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    SamplingRequest,
+    SamplingResult,
+    StopRules,
+)
 from tinkercloud_worker.torch_sampler import versions
 
 PATIENCE_SECONDS = 60.0

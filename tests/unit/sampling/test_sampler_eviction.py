@@ -8,18 +8,18 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import Limits, SamplerSpec
+from tinkercloud_protocol.heads.launch import Limits, SamplerSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.head import samplers as head_samplers
-from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sampling import samplers as head_samplers
+from tinkercloud_worker.head.sampling.samplers import Samplers
 
 CHECKPOINT = SamplingSessionId("s", 9)
 
@@ -49,7 +49,7 @@ async def publish(head: Head, *sessions: int) -> None:
 async def refused(head: Head, session: int, seq_id: int) -> dict[str, str]:
     result = await head.service.retrieve(head.sample(session, seq_id))
     assert result is not None
-    assert result.content_type != futures.PROTOBUF
+    assert result.content_type != future_responses.PROTOBUF
     failure: dict[str, str] = orjson.loads(result.body)
     return failure
 
@@ -105,7 +105,7 @@ async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.Mo
         drawn = await head.service.retrieve(waiting)
 
     assert drawn is not None
-    assert drawn.content_type == futures.PROTOBUF, drawn.body
+    assert drawn.content_type == future_responses.PROTOBUF, drawn.body
     assert "were evicted" in (await refused(head, 2, 0))["error"]
 
 

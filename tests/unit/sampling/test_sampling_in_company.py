@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkercloud_protocol.launch import SamplerConfig
+from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_testing.engines import (
     Engine,
     a_sampling_request,
@@ -18,11 +18,15 @@ from tinkercloud_testing.engines import (
 )
 from tinkercloud_testing.models import in_dtype, tiny_llama
 from tinkercloud_testing.recording import Operations
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult, StopRules
-from tinkercloud_worker.engine.usage import Payer
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    SamplingRequest,
+    SamplingResult,
+    StopRules,
+)
+from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.lora.segments import WeightSegment
-from tinkercloud_worker.torch_sampler.decoding import RunningSequence, TokenSampler
-from tinkercloud_worker.torch_sampler.sampling import sample_tokens
+from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, TokenSampler
+from tinkercloud_worker.torch_sampler.decode.token_choice import sample_tokens
 
 NEVER = StopRules(frozenset(), ())
 Asked = tuple[str, SamplingRequest]
@@ -124,7 +128,7 @@ async def test_a_sequence_whose_token_cannot_be_sampled_fails_its_own_request(
             raise RuntimeError("a fault")
         return sample_tokens(logits, params, uniforms)
 
-    monkeypatch.setattr("tinkercloud_worker.torch_sampler.decoding.sample_tokens", faulty)
+    monkeypatch.setattr("tinkercloud_worker.torch_sampler.decode.decoding.sample_tokens", faulty)
     with an_engine(tiny_llama(), tmp_path) as engine:
         await engine.sampler.publish("base", None)
         alone = tokens(await engine.sampler.sample("base", a_request(1)))

@@ -9,20 +9,20 @@ import orjson
 import pytest
 import torch
 
-from tinkercloud_protocol import futures, routes
-from tinkercloud_protocol.errors import Overloaded, ResultGone
-from tinkercloud_protocol.ids import SamplingSessionId
-from tinkercloud_protocol.launch import SamplerConfig, SamplerSpec
-from tinkercloud_protocol.paths import CheckpointPath
-from tinkercloud_protocol.sampling import SampleRequest
+from tinkercloud_protocol.heads.launch import SamplerConfig, SamplerSpec
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire.errors import Overloaded, ResultGone
+from tinkercloud_protocol.wire.ids import SamplingSessionId
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.prompt_images import PromptImages
-from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.engine.sampling_request import prepare
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
+from tinkercloud_worker.engine.sampling.sampling_request import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.head import running_samples
-from tinkercloud_worker.head.samplers import Samplers
+from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.serve import running_samples
 
 SESSION = SamplingSessionId("s", 0)
 
@@ -70,7 +70,7 @@ async def test_accepted_samples_continue_in_a_head_with_a_smaller_queue(
         for request_id in waiting:
             result = await head.service.retrieve(request_id)
             assert result is not None
-            assert result.content_type == futures.PROTOBUF, result.body
+            assert result.content_type == future_responses.PROTOBUF, result.body
 
 
 async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_from_resuming(
@@ -129,7 +129,7 @@ async def test_samples_of_an_ended_session_are_cancelled(store: Path, tmp_path: 
         assert head.service.status().pending_requests == 1
         sampled = await head.service.retrieve(running)
         assert sampled is not None
-        assert sampled.content_type == futures.PROTOBUF
+        assert sampled.content_type == future_responses.PROTOBUF
 
 
 async def test_loading_weights_is_retried_by_the_next_sample(store: Path, tmp_path: Path) -> None:

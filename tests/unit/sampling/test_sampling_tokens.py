@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tinkercloud_protocol.tensors import FloatArray
-from tinkercloud_worker.torch_sampler.sampling import (
+from tinkercloud_protocol.requests.tensors import FloatArray
+from tinkercloud_worker.torch_sampler.decode.token_choice import (
     SamplingParams,
     filter_logits,
     invert,

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.tensors import SampledSequence, TopLogprobs
+from tinkercloud_protocol.requests.tensors import SampledSequence, TopLogprobs
 from tinkercloud_testing.engines import a_sampling_request
 from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
-from tinkercloud_worker.engine.growing_text import Decode, decoder_of
-from tinkercloud_worker.engine.sampler import StopRules
-from tinkercloud_worker.engine.stopping import StopStringSearch, cut_at_stop
+from tinkercloud_worker.engine.sampling.growing_text import Decode, decoder_of
+from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
+from tinkercloud_worker.engine.sampling.stopping import StopStringSearch, cut_at_stop
 
 
 def first_by_the_whole_text(

@@ -9,21 +9,21 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.ids import ModelId, SamplingSessionId
-from tinkercloud_protocol.launch import Limits
-from tinkercloud_protocol.paths import evicted_prefix
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.launch import Limits
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.wire.paths import evicted_prefix
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, until
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
-from tinkercloud_worker.head import evicted_weights
-from tinkercloud_worker.head.evicted_weights import EvictedWeights
-from tinkercloud_worker.head.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots
+from tinkercloud_worker.head.sampling import evicted_weights
+from tinkercloud_worker.head.sampling.evicted_weights import EvictedWeights
 
 NAME = str(MODEL)
 MANY = 1 << 30

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 

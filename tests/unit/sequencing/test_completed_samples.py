@@ -5,14 +5,14 @@ import asyncio
 import orjson
 import pytest
 
-from tinkercloud_protocol.batched_futures import (
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.responses.batched_futures import (
     CLIENT_NUMBERS,
     Cursor,
     SamplingSessionTarget,
 )
-from tinkercloud_protocol.futures import JSON, PROTOBUF, Result
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.head.results import Results
+from tinkercloud_protocol.wire.future_responses import JSON, PROTOBUF, Result
+from tinkercloud_worker.head.order.kept_results import Results
 
 SESSION = "s:sample:0"
 

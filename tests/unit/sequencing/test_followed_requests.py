@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.futures import Result, finished
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_protocol.owner_limits import OwnerLimits
-from tinkercloud_worker.head.queue import ModelQueue, Operation, Role, refusal
-from tinkercloud_worker.head.request_log import NoLog
-from tinkercloud_worker.head.results import Results
-from tinkercloud_worker.head.token_limits import TokenLimits
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.heads.owner_limits import OwnerLimits
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.future_responses import Result, finished
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.queue import ModelQueue, Operation, Role, refusal
+from tinkercloud_worker.head.order.request_log import NoLog
+from tinkercloud_worker.head.wire.token_limits import TokenLimits
 
 MAX_RESULT_BYTES = 100
 

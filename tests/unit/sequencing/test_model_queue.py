@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable
 import orjson
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, Unavailable, WireError
-from tinkercloud_protocol.futures import Result, finished
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.head.queue import ModelQueue, Operation, Role, refusal
-from tinkercloud_worker.head.results import Results
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, Unavailable, WireError
+from tinkercloud_protocol.wire.future_responses import Result, finished
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.queue import ModelQueue, Operation, Role, refusal
 
 MODEL = ModelId("s", 0)
 MAX_QUEUED_BYTES = 1 << 20

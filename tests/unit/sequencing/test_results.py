@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol import futures
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.futures import JSON, Result
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.head.results import Results
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire import future_responses
+from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.future_responses import JSON, Result
+from tinkercloud_worker.head.order.kept_results import Results
 
 
 class Clock:
@@ -45,7 +45,9 @@ def test_a_small_result_takes_little_memory_while_it_is_kept() -> None:
         before, _ = tracemalloc.get_traced_memory()
         for index in range(number):
             results.open(f"s:train:0:{index}", b"", "me")
-            results.finish(f"s:train:0:{index}", futures.finished({"metrics": {"step": index}}))
+            results.finish(
+                f"s:train:0:{index}", future_responses.finished({"metrics": {"step": index}})
+            )
         after, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

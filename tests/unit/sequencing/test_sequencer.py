@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded
-from tinkercloud_worker.head.sequencer import MAX_AHEAD, Sequencer
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
+from tinkercloud_worker.head.order.sequencer import MAX_AHEAD, Sequencer
 
 
 def run_all(sequencer: Sequencer) -> list[int]:

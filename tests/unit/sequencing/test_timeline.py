@@ -1,6 +1,6 @@
 """Spans of requests are kept for the latest sessions, and only so many."""
 
-from tinkercloud_worker.head.timeline import MAX_ALL_SPANS, MAX_SPANS, SpanRecorder
+from tinkercloud_worker.head.wire.request_times import MAX_ALL_SPANS, MAX_SPANS, SpanRecorder
 
 
 async def test_the_spans_of_all_sessions_are_bounded_and_the_latest_sessions_keep_theirs() -> None:

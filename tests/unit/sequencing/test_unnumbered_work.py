@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.futures import Result, finished
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import Timings
-from tinkercloud_worker.head.queue import ModelQueue, Operation
-from tinkercloud_worker.head.results import Results
+from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_protocol.wire.future_responses import Result, finished
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.queue import ModelQueue, Operation
 
 
 class Bench:

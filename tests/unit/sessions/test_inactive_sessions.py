@@ -9,33 +9,39 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tinkercloud_api import shared_heads
-from tinkercloud_api.activity import Activity
-from tinkercloud_api.app import running_context
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, TrainingRun, now
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.heads import shared_heads
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import HeadEndpoint
-from tinkercloud_api.settings import Settings
-from tinkercloud_api.shared_heads import SharedHeads
-from tinkercloud_api.training_runs import TrainingRuns
-from tinkercloud_protocol.errors import StateLost
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits, ModelSpec, Timings
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_protocol.heads.launch import (
+    BaseModelSource,
+    HeadConfig,
+    Limits,
+    ModelSpec,
+    Timings,
+)
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import StateLost
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import PATIENCE_SECONDS
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.serve.head_app import HeadApp
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.wire.head_token import HeadToken
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_api import preflight
-from tinkercloud_api.models import ModelNotFoundError, resolve
-from tinkercloud_api.preflight import (
+from tinkercloud_api.admin import preflight
+from tinkercloud_api.admin.preflight import (
     CannotServeError,
     check,
     check_device,
@@ -18,8 +17,9 @@ from tinkercloud_api.preflight import (
     check_metrics_port,
     check_weights,
 )
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig, TrainerConfig
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
+from tinkercloud_protocol.heads.launch import InferenceConfig, SamplerConfig, TrainerConfig
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.settings import InvalidSettingsError, load_settings
-from tinkercloud_protocol.launch import Limits
+from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
+from tinkercloud_protocol.heads.launch import Limits
 
 
 @pytest.fixture(autouse=True)

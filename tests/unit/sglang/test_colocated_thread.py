@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.thread import NoBackground, PieceLimit
+from tinkercloud_worker.engine.turns.engine_thread import NoBackground, PieceLimit
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.training.disabled import NoTrainer
 

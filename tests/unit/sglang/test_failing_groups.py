@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.device.accelerator import Backend
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup

@@ -5,10 +5,10 @@ from base64 import b64decode
 import numpy as np
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_worker.engine.sampler import SamplingRequest, StopRules
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
 from tinkercloud_worker.inference.client import ServerError
-from tinkercloud_worker.inference.sglang.images import (
+from tinkercloud_worker.inference.sglang.sglang_images import (
     check_prompt,
     prompt_fields,
     reject_scoring,

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.engine_scaling import EngineScaling
+from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
 from tinkercloud_worker.inference.load import LoadHistory
 
 SCALING = EngineScaling(min_engines=2, target_samples=10, up_seconds=30, down_seconds=600)

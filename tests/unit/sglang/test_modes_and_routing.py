@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
+from tinkercloud_protocol.heads.launch import InferenceConfig, SamplerConfig
 from tinkercloud_worker.inference.routing import choose, order
 from tinkercloud_worker.inference.server_modes import ModeSwitch
 

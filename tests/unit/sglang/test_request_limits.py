@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import a_sampling_request
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    PromptLogprobParams,
+    SamplingRequest,
+)
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from tinkercloud_planning.families import read
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,
@@ -18,6 +16,8 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot

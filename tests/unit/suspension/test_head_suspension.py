@@ -8,19 +8,19 @@ from typing import Any
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import GRADIENT, CheckpointManifest
-from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import GRADIENT, CheckpointManifest
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.trainer import GradientLost
-from tinkercloud_worker.head.results import ExportedResult, Results
-from tinkercloud_worker.head.suspension import Suspension
+from tinkercloud_worker.head.durable.suspension import Suspension
+from tinkercloud_worker.head.order.kept_results import ExportedResult, Results
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,16 +8,16 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.errors import NotFound, StateLost, Unavailable
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import HeldModel, Limits
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.launch import HeldModel, Limits
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import NotFound, StateLost, Unavailable
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.head.suspension import Suspension
+from tinkercloud_worker.head.durable.suspension import Suspension
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import orjson
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.ids import SamplingSessionId
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_protocol.wire.ids import SamplingSessionId
 from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.head import suspended_models
-from tinkercloud_worker.head.failures import Moved
+from tinkercloud_worker.head.durable import suspended_models
+from tinkercloud_worker.head.wire.failed_results import Moved
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import orjson
 
-from tinkercloud_protocol import routes
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head
-from tinkercloud_worker.head import requests
+from tinkercloud_worker.head.order import requests
 
 BATCH = {
     "loss_fn": "cross_entropy",

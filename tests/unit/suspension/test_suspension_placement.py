@@ -10,16 +10,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tinkercloud_api.catalog.database import migrate, open_database
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Session, TrainingRun
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.head_locator import HeadLocator
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, Placement
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     HeadStatus,
@@ -28,17 +25,20 @@ from tinkercloud_protocol.launch import (
     Saved,
     Timings,
 )
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.paths import CheckpointKind
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
+from tinkercloud_protocol.wire.paths import CheckpointKind
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.head.app import HeadApp
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.serve.head_app import HeadApp
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.wire.head_token import HeadToken
 
 RUN = "s:train:0"
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import prepare

@@ -13,8 +13,8 @@ from tinker_cookbook.weights import build_hf_model, build_lora_adapter
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.families import SLOTTED
 from tinkercloud_testing.models import (

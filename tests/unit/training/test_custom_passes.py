@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_close, gradient_of
@@ -19,8 +19,8 @@ from tinkercloud_worker.custom_losses import uploaded as uploaded_loss
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch, prepare_custom
-from tinkercloud_worker.engine.thread import Pause, Pieces, run_through
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.engine.turns.engine_thread import Pause, Pieces, run_through
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_worker.engine import thread as engine_thread
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import (
+from tinkercloud_worker.engine.turns import engine_thread
+from tinkercloud_worker.engine.turns.engine_thread import (
     EngineThread,
     NoBackground,
     Pause,
     PieceLimit,
     Unshared,
 )
+from tinkercloud_worker.engine.turns.fair_queue import Share
 
 BAD = -1
 PATIENCE_SECONDS = 60

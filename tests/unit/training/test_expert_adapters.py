@@ -17,10 +17,10 @@ from safetensors.torch import load
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import SLOTTED
@@ -28,7 +28,7 @@ from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.trainers import assert_close, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampler import StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

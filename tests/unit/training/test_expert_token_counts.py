@@ -10,8 +10,8 @@ import torch
 from tinker.proto import tinker_public_pb2 as pb
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.tensors import Datum
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.bare_heads import a_head
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import tiny_deepseek_v3, tiny_llama, tiny_mixtral, tiny_qwen3_moe

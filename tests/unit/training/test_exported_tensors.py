@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,

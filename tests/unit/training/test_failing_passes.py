@@ -7,14 +7,14 @@ import pytest
 import torch
 from typing_extensions import override
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import together
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments, TorchTrainer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_worker.engine.fair_queue import Accounts, FairQueue, Share
+from tinkercloud_worker.engine.turns.fair_queue import Accounts, FairQueue, Share
 
 OWNERS, MODELS = st.sampled_from("abc"), st.sampled_from("xyz")
 SHARES = st.builds(Share, OWNERS, MODELS, st.integers(0, 50), st.booleans())

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.followers import Followers
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.engine.turns.followers import Followers
 
 IN_TIME = 0.02
 A, B = Share("ada", "a", 1), Share("bob", "b", 1)

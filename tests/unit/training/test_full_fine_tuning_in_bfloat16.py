@@ -9,8 +9,8 @@ import torch
 from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import SLOTTED

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.training.disabled import NoTrainer

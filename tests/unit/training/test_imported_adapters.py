@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol import peft
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.adapters import peft
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CheckpointManifest,
     ImportedAdapter,
 )
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_datum
 from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.families import ONE_BY_ONE
 from tinkercloud_testing.trainers import run

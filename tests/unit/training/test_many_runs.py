@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.fair_queue import Share
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

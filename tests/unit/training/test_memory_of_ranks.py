@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from tinkercloud_protocol.errors import Overloaded
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.actors.rank_memory import RankMemory
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES, MemoryReport, ModelBytes

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import (
     in_dtype,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tinkercloud_worker.engine.neighbours import Neighbours
+from tinkercloud_worker.engine.turns.neighbours import Neighbours
 
 
 class Clock:

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.families import SIZES
 from tinkercloud_testing.models import (

@@ -10,9 +10,9 @@ from typing import BinaryIO
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import Overloaded
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Limits
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Limits
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import Overloaded
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.device.accelerator import peak_meter

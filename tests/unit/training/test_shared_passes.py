@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
 from tinkercloud_worker.engine.batch import prepare

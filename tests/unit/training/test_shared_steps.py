@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import (
+from tinkercloud_worker.engine.trainer import OptimizerStep
+from tinkercloud_worker.engine.turns.engine_thread import (
     Batcher,
     EngineThread,
     NoBackground,
@@ -19,7 +19,7 @@ from tinkercloud_worker.engine.thread import (
     Pieces,
     YieldPoint,
 )
-from tinkercloud_worker.engine.trainer import OptimizerStep
+from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 

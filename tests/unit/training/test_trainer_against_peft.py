@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import counting_every_token, random_data
 from tinkercloud_testing.models import (
     tiny_deepseek_v2,

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.models import (
     save,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.families import SCALED, VISION_LANGUAGE, llama4
 from tinkercloud_testing.models import save, tiny_llama

@@ -7,7 +7,7 @@ from threading import Lock
 
 import pytest
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sglang_sampling import MODEL
 from tinkercloud_worker.actors.shares import Shares

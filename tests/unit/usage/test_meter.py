@@ -6,9 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, PieceLimit, Pieces, Tokens
-from tinkercloud_worker.engine.usage import HourOfUsage, Payer, Usage, UsageMeter
+from tinkercloud_worker.engine.turns.engine_thread import (
+    EngineThread,
+    NoBackground,
+    PieceLimit,
+    Pieces,
+    Tokens,
+)
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage, Payer, Usage, UsageMeter
 
 ANN, BOB = Payer.of_model("ann", "a:train:0"), Payer.of_model("bob", "b:train:0")
 HOUR = 3600.0

@@ -2,25 +2,25 @@
 
 import pytest
 
-from tinkercloud_api import metrics
+from tinkercloud_api.config import api_metrics
 
 
 def test_owners_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "_owners", set())
-    others = metrics.USAGE_TOKENS.labels(metrics.OTHER_OWNERS, "sampled")
+    monkeypatch.setattr(api_metrics, "_owners", set())
+    others = api_metrics.USAGE_TOKENS.labels(api_metrics.OTHER_OWNERS, "sampled")
     before = others._value.get()
 
     for _ in range(2):
-        for number in range(metrics.MAX_OWNERS + 3):
+        for number in range(api_metrics.MAX_OWNERS + 3):
             amounts = {"sampled_tokens": 5, "engine_seconds": 0.5}
-            metrics.count_usage(f"bounded-{number}", amounts)
+            api_metrics.count_usage(f"bounded-{number}", amounts)
 
     owners = {
         sample.labels["owner"]
-        for family in metrics.USAGE_TOKENS.collect()
+        for family in api_metrics.USAGE_TOKENS.collect()
         for sample in family.samples
     }
     ours = {owner for owner in owners if owner.startswith("bounded-")}
-    assert len(ours) == metrics.MAX_OWNERS
-    assert metrics.USAGE_TOKENS.labels("bounded-0", "sampled")._value.get() == 10
+    assert len(ours) == api_metrics.MAX_OWNERS
+    assert api_metrics.USAGE_TOKENS.labels("bounded-0", "sampled")._value.get() == 10
     assert others._value.get() - before == 2 * 3 * 5

@@ -9,12 +9,12 @@ import pytest
 
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.providers.head_lease import hold_lease
-from tinkercloud_protocol.durability import DurabilityReport
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.usage import UsageReport
+from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.usage_reports import UsageReport
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
-from tinkercloud_worker.engine.usage import Payer, Usage
-from tinkercloud_worker.head.lease_reports import lease_reports
+from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
+from tinkercloud_worker.head.serve.lease_reports import lease_reports
 
 pytestmark = pytest.mark.timeout(120)
 

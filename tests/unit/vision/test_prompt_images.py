@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.image_limits import ImageLimits
-from tinkercloud_protocol.images import ImagePart
-from tinkercloud_protocol.sampling import SampleRequest
-from tinkercloud_protocol.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.requests.image_files import ImagePart
+from tinkercloud_protocol.requests.image_limits import ImageLimits
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.pictures import picture
-from tinkercloud_worker.engine import sampling_request
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, prepare
 from tinkercloud_worker.engine.prompt_images import PromptImages
-from tinkercloud_worker.engine.sampler import SamplingRequest
+from tinkercloud_worker.engine.sampling import sampling_request
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
 from tinkercloud_worker.vision.processor import ImageProcessor, load_processor
 
 IMAGE_TOKEN, VIDEO_TOKEN = 90, 91

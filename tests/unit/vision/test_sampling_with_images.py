@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_protocol.heads.launch import SamplerConfig
+from tinkercloud_protocol.requests.tensors import Int32Array
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.vision import gemma_image, images_of, prompt_of, reference_logits
-from tinkercloud_worker.engine.sampler import (
+from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,
     SamplingRequest,
     SamplingResult,

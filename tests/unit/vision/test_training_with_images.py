@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.peft_twin import PeftTwin
 from tinkercloud_testing.trainers import assert_close, gradient_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, TrainerConfig
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -19,7 +19,7 @@ from obstore.exceptions import PreconditionError
 from obstore.store import ObjectStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_testing import wrong_folders
 from tinkercloud_testing.buckets import Bucket, a_bucket
 from tinkercloud_testing.models import save, tiny_llama
@@ -341,8 +341,8 @@ def test_an_unsupported_source_is_rejected(source: str, tmp_path: Path) -> None:
 
 SERVED = """
 import sys
-from tinkercloud_api.model_download import download_missing
-from tinkercloud_api.models import ModelNotFoundError, resolve
+from tinkercloud_api.serve.model_download import download_missing
+from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
 try:
     download_missing({"m": sys.argv[1]})
 except ModelNotFoundError as error:

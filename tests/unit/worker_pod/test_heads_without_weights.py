@@ -7,9 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,
@@ -17,6 +15,8 @@ from tinkercloud_protocol.launch import (
     SamplerConfig,
     TrainerConfig,
 )
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture

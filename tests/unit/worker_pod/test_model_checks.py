@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     InferenceConfig,

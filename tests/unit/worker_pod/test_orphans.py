@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, Timings
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Timings
+from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.lifecycle import Lifecycle
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
 
 GRACE_SECONDS = 0.01
 TIMINGS = Timings(orphan_grace_seconds=GRACE_SECONDS, drain_seconds=1, suspend_seconds=1)

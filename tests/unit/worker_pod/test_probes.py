@@ -11,26 +11,26 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     Limits,
     Timings,
     TrainerConfig,
 )
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.served_heads import TOKEN, served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground, YieldPoint
-from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground, YieldPoint
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.serve.head_app import HeadApp
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.wire.head_token import HeadToken
 
 HOUR = 3600.0
 

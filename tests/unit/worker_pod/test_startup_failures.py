@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig
 from tinkercloud_worker.run_head import read_config
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_worker.head import token as token_module
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.wire import head_token as token_module
+from tinkercloud_worker.head.wire.head_token import HeadToken
 
 
 @pytest.fixture(autouse=True)

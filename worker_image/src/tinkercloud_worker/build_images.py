@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
-from tinkercloud_protocol.launch import HeadConfig
+from tinkercloud_protocol.heads.launch import HeadConfig
+from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.model.architecture import read_config

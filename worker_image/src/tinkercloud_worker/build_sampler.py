@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import HeadConfig, InferenceConfig
+from tinkercloud_protocol.heads.launch import HeadConfig, InferenceConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.engine.growing_text import decoder_of
-from tinkercloud_worker.engine.sampler import Sampler
-from tinkercloud_worker.engine.thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.sampling.growing_text import decoder_of
+from tinkercloud_worker.engine.sampling.sampler_interface import Sampler
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
-from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect

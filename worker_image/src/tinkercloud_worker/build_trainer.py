@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tinkercloud_protocol.launch import HeadConfig, TrainerConfig
+from tinkercloud_protocol.heads.launch import HeadConfig, TrainerConfig
 from tinkercloud_worker.device import accelerator, memory
 from tinkercloud_worker.engine.batch import ModelLimits, capped_context_length
 from tinkercloud_worker.engine.ranks import RankTrainer
@@ -187,9 +187,9 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
 def megatron_rank(config: HeadConfig) -> RankTrainer:
     """Return a rank's MegatronTrainer."""
     # megatron-core is in trainers' images only; here it would be imported by every head.
+    from tinkercloud_worker.megatron_trainer.devices.select_device import device_of  # noqa: PLC0415
+    from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.model import load  # noqa: PLC0415
-    from tinkercloud_worker.megatron_trainer.parallelism import Parallelism  # noqa: PLC0415
-    from tinkercloud_worker.megatron_trainer.select_device import device_of  # noqa: PLC0415
     from tinkercloud_worker.megatron_trainer.trainer import MegatronTrainer  # noqa: PLC0415
 
     trainer = config.trainer

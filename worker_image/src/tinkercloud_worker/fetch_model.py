@@ -27,7 +27,7 @@ from huggingface_hub.errors import HFValidationError
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
-from tinkercloud_protocol.object_store import open_store
+from tinkercloud_protocol.heads.object_store import open_store
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta

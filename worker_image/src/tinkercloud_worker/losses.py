@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.requests.tensors import FloatArray
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 

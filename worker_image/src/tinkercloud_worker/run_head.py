@@ -20,12 +20,12 @@ from pydantic import ValidationError
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol import descriptors
-from tinkercloud_protocol.journals import run_ids
-from tinkercloud_protocol.launch import HeadConfig, Listen
-from tinkercloud_protocol.object_store import open_store
-from tinkercloud_protocol.releases import this_release
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.heads import descriptors
+from tinkercloud_protocol.heads.journal_files import run_ids
+from tinkercloud_protocol.heads.launch import HeadConfig, Listen
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.heads.releases import this_release
+from tinkercloud_protocol.wire.json_model import describe
 from tinkercloud_worker import logs
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_sampler import build_sampler, check_model
@@ -36,12 +36,12 @@ from tinkercloud_worker.custom_losses.nursery import Nursery
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.trainer import Trainer
-from tinkercloud_worker.engine.usage import UsageMeter
-from tinkercloud_worker.head.app import HeadApp
+from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.image_work import ImageWork
-from tinkercloud_worker.head.lifecycle import Lifecycle
-from tinkercloud_worker.head.token import HeadToken
+from tinkercloud_worker.head.serve.head_app import HeadApp
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
+from tinkercloud_worker.head.wire.head_token import HeadToken
+from tinkercloud_worker.head.wire.image_work import ImageWork
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError

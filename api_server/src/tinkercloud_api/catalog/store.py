@@ -10,24 +10,24 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, CursorResult, Select, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinkercloud_api.catalog import run_ends
-from tinkercloud_api.catalog.counts import Counts
-from tinkercloud_api.catalog.keys import KeyStatements
-from tinkercloud_api.catalog.projects import ProjectStatements, keep_project
-from tinkercloud_api.catalog.searches import SearchStatements
-from tinkercloud_api.catalog.statements import Page
-from tinkercloud_api.catalog.tables import (
+from tinkercloud_api.catalog.access.key_rows import KeyStatements
+from tinkercloud_api.catalog.access.project_rows import ProjectStatements, keep_project
+from tinkercloud_api.catalog.access.user_rows import UserStatements
+from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.runs import run_ends
+from tinkercloud_api.catalog.runs.counts import Counts
+from tinkercloud_api.catalog.runs.searches import SearchStatements
+from tinkercloud_api.catalog.runs.uploads import UploadStatements
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import (
     Checkpoint,
     SamplingSession,
     Session,
     TrainingRun,
     now,
 )
-from tinkercloud_api.catalog.uploads import UploadStatements
-from tinkercloud_api.catalog.users import UserStatements
-from tinkercloud_api.catalog.visibility import Visibility
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.wire.paths import CheckpointPath
 
 _MAX_DAMAGE_CHARACTERS = 1000
 _MAX_SWEPT = 100

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.structural import structural_schema
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.wire.json_model import describe
 
 Json = Any
 """A value of YAML."""

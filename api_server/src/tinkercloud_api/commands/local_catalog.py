@@ -12,19 +12,19 @@ from typing import Annotated, TypeVar
 import typer
 from sqlalchemy.exc import DBAPIError
 
-from tinkercloud_api import state_folder
-from tinkercloud_api.catalog.audit import AuditLog
-from tinkercloud_api.catalog.database import (
+from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.schema.connection import (
     CatalogUnreachableError,
     described,
     migrate,
     open_database,
 )
+from tinkercloud_api.catalog.schema.tables import ApiKey
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import ApiKey
 from tinkercloud_api.commands.shared import fail, read_settings
-from tinkercloud_api.settings import Settings
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_protocol.wire.errors import Unavailable
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tinkercloud_api import state_folder
-from tinkercloud_api.settings import InvalidSettingsError, Settings, load_settings
+from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.settings import InvalidSettingsError, Settings, load_settings
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Protocol
 
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
-from tinkercloud_crds.quotas import Tenant
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.futures import QueueState
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.usage import UsageReport
+from tinkercloud_crds.quota_fields import Tenant
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.usage_reports import UsageReport
+from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_protocol.wire.future_responses import QueueState
 
 RecordUsage = Callable[[UsageReport], Awaitable[None]]
 """Records a report of a head, which may be repeated. Raises Unavailable if it can't."""

@@ -9,11 +9,11 @@ import structlog
 from pydantic import TypeAdapter, ValidationError
 
 from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.durability import DurabilityReport
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.usage import UsageReport
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.usage_reports import UsageReport
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_protocol.wire.json_model import describe
 
 log = structlog.get_logger(__name__)
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tinkercloud_api.models import reads_images
 from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_api.providers.model_arguments import reads_images
 from tinkercloud_crds.base_model import BaseModelSpec
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud_crds.labels import GROUP
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 PREFIX = f"{GROUP}/"
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

@@ -9,11 +9,11 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from tinkercloud_api.catalog.tables import now
+from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.routes.session_usage import LIVE
-from tinkercloud_protocol.errors import Unavailable
-from tinkercloud_protocol.listings import ServerHealth
+from tinkercloud_api.routes.account.session_usage import LIVE
+from tinkercloud_protocol.responses.listings import ServerHealth
+from tinkercloud_protocol.wire.errors import Unavailable
 
 router = APIRouter(tags=["health"])
 

@@ -5,8 +5,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_protocol.adapter_fit import BaseWeights
-from tinkercloud_protocol.peft import LENGTH_BYTES, MAX_HEADER_BYTES
+from tinkercloud_protocol.adapters.adapter_fit import BaseWeights
+from tinkercloud_protocol.adapters.peft import LENGTH_BYTES, MAX_HEADER_BYTES
 
 _WEIGHT = ".weight"
 _KV_SHARED = "num_kv_shared_layers"

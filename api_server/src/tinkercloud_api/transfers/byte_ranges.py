@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.wire.errors import WireError
 
 _RANGE = re.compile(r"bytes\s*=\s*([0-9]{0,18})\s*-\s*([0-9]{0,18})\s*", re.ASCII | re.IGNORECASE)
 

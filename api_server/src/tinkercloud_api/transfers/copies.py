@@ -15,18 +15,18 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tinkercloud_api.auth import Principal
-from tinkercloud_api.catalog.tables import Upload, now
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.projects import Projects
-from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.schema.tables import Upload, now
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.transfers.stored_runs import StoredRuns, check_unused
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.wire import Name, TtlSeconds, Uri, WireModel
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.json_model import Name, TtlSeconds, Uri, WireModel
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 _LIMIT = timedelta(hours=6)
 """Maximum time that copying may take."""

@@ -7,24 +7,24 @@ from datetime import datetime, timedelta
 
 import structlog
 
-from tinkercloud_api.auth import Principal
-from tinkercloud_api.catalog.tables import now
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.download_settings import DownloadSettings
-from tinkercloud_api.object_store import ObjectStoreClient
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.config.download_settings import DownloadSettings
 from tinkercloud_api.transfers import tar_layout
 from tinkercloud_api.transfers.signed_urls import Grant, UrlGone, microseconds, signed_url
 from tinkercloud_api.transfers.slots import DownloadSlots
 from tinkercloud_api.transfers.tar_layout import Segment, StoredObject
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     FULL_WEIGHTS,
     CheckpointManifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, Unavailable
-from tinkercloud_protocol.listings import ArchiveUrl, ExternalWeightsUrls
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
+from tinkercloud_protocol.responses.listings import ArchiveUrl, ExternalWeightsUrls
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 log = structlog.get_logger(__name__)
 

@@ -20,29 +20,29 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from tinkercloud_api.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.schema.tables import Upload, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import Upload, now
-from tinkercloud_api.projects import Projects
-from tinkercloud_api.training_runs import TrainingRuns
+from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.transfers.base_weights import read_base
 from tinkercloud_api.transfers.stored_runs import StoredRuns, is_open
-from tinkercloud_protocol import adapter_fit, peft
-from tinkercloud_protocol.adapter_file import AdapterFile
-from tinkercloud_protocol.adapter_fit import BaseWeights
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.adapters import adapter_fit, peft
+from tinkercloud_protocol.adapters.adapter_file import AdapterFile
+from tinkercloud_protocol.adapters.adapter_fit import BaseWeights
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CheckpointManifest,
     ImportedAdapter,
     StoredFile,
 )
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.ids import ModelId, new_session_id
-from tinkercloud_protocol.launch import ModelSpec
-from tinkercloud_protocol.paths import CheckpointKind, CheckpointPath
-from tinkercloud_protocol.wire import Name, TtlSeconds, UserMetadata, WireModel
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.ids import ModelId, new_session_id
+from tinkercloud_protocol.wire.json_model import Name, TtlSeconds, UserMetadata, WireModel
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 _LIFETIME = timedelta(hours=1)
 """Time to send the file and to finish."""

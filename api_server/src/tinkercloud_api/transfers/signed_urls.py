@@ -11,8 +11,8 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from urllib.parse import quote, urlencode
 
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.paths import CheckpointPath
+from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_protocol.wire.paths import CheckpointPath
 
 PREFIX = "/downloads"
 _PURPOSE = "tinkercloud download 1"

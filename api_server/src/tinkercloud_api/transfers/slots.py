@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.wire.errors import Overloaded
 
 _WAITING_PER_SLOT = 16
 """Limit of downloads that wait, for each that may run."""

@@ -9,14 +9,14 @@ from datetime import datetime, timedelta
 
 import structlog
 
+from tinkercloud_api.catalog.schema.tables import STORED, Session, TrainingRun, Upload, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.catalog.tables import STORED, Session, TrainingRun, Upload, now
-from tinkercloud_api.checkpoints import Checkpoints
-from tinkercloud_api.object_store import ObjectStoreClient
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest, Overloaded, WireError
-from tinkercloud_protocol.ids import ModelId
-from tinkercloud_protocol.launch import ModelSpec
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, WireError
+from tinkercloud_protocol.wire.ids import ModelId
 
 log = structlog.get_logger(__name__)
 

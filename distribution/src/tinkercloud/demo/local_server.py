@@ -10,7 +10,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tinkercloud_api import state_folder
+from tinkercloud_api.config import state_folder
 
 _START_SECONDS = 120.0
 

@@ -32,8 +32,8 @@ from tinkercloud_operator.children.pods import (
     with_extras,
 )
 from tinkercloud_operator.spec.resolved import ResolvedSpec
-from tinkercloud_protocol.engine_scaling import EngineScaling
-from tinkercloud_protocol.launch import InferenceConfig, SamplerConfig
+from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
+from tinkercloud_protocol.heads.launch import InferenceConfig, SamplerConfig
 
 ADAPTERS_FOLDER = "/adapters"
 KEY_FOLDER = "/etc/tinkercloud-servers"

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.programs import Program, Programs
+from tinkercloud_crds.program_fields import Program, Programs
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.pods import CA_FOLDER, Json, ca_variables, pod_security
 from tinkercloud_operator.children.support_objects import DNS_PORTS
 from tinkercloud_operator.settings import Settings
-from tinkercloud_protocol import programs
+from tinkercloud_protocol.programs import program_messages
 
 CONTAINER = "program"
 _FOLDER = "/program"
@@ -63,7 +63,7 @@ def program_job(build: ProgramBuild) -> Json:
                         "onExitCodes": {
                             "containerName": CONTAINER,
                             "operator": "In",
-                            "values": [programs.EXIT_FINAL],
+                            "values": [program_messages.EXIT_FINAL],
                         },
                     },
                     {
@@ -187,22 +187,22 @@ def _variables(build: ProgramBuild) -> list[Json]:
         **{each["name"]: each["value"] for each in ca_variables(build.settings)},
         "HOME": _FOLDER,
         "PYTHONUNBUFFERED": "1",
-        programs.BASE_URL: build.api_url,
-        programs.HF_ENDPOINT: f"{build.api_url}/hf",
-        programs.BASE_MODEL: session.base_model,
-        programs.STATE_DIR: _FOLDER,
+        program_messages.BASE_URL: build.api_url,
+        program_messages.HF_ENDPOINT: f"{build.api_url}/hf",
+        program_messages.BASE_MODEL: session.base_model,
+        program_messages.STATE_DIR: _FOLDER,
     }
     if program.id is not None:
-        values[programs.PROGRAM_ID] = program.id
+        values[program_messages.PROGRAM_ID] = program.id
     if session.model_id is not None:
-        values[programs.MODEL_ID] = session.model_id
+        values[program_messages.MODEL_ID] = session.model_id
     else:
         # Models that the program creates are then served by this session.
         values["TINKER_TAGS"] = f"{labels.GROUP}/session={build.names.session}"
     values |= {variable.name: variable.value for variable in program.env}
     reference = {"secretKeyRef": {"name": key.name, "key": key.key}}
     return [
-        {"name": programs.API_KEY, "valueFrom": reference},
+        {"name": program_messages.API_KEY, "valueFrom": reference},
         *({"name": name, "value": _literal(value)} for name, value in values.items()),
     ]
 

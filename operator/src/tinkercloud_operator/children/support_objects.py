@@ -13,9 +13,9 @@ from tinkercloud_operator.children.pods import (
 )
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import ResolvedSpec
-from tinkercloud_protocol.autosave import AutosaveConfig
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.launch import (
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
     Limits,

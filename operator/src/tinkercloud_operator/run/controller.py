@@ -12,22 +12,22 @@ from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError, Rejected
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator import metrics
-from tinkercloud_operator.decide import parsing
-from tinkercloud_operator.decide.reconcile import reconcile
-from tinkercloud_operator.run.base_models import BaseModels
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.run.cluster.executor import Executor
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.node_taints import NodeTaints
+from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS, Surroundings, Watched
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.cluster.served_definitions import REQUIRED_KINDS, ServedDefinitions
+from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 from tinkercloud_operator.run.engine_scaling import EngineScaling
-from tinkercloud_operator.run.executor import Executor
 from tinkercloud_operator.run.gauges import count_sessions
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.run.node_taints import NodeTaints
-from tinkercloud_operator.run.pool_memory import PoolMemory
-from tinkercloud_operator.run.pools import Pools
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.served_definitions import REQUIRED_KINDS, ServedDefinitions
-from tinkercloud_operator.run.spares import Spares
-from tinkercloud_operator.run.store import CHILD_KINDS, Surroundings, Watched
-from tinkercloud_operator.run.tenants import Tenants
-from tinkercloud_operator.run.work_queue import WorkQueue
+from tinkercloud_operator.run.pool.base_models import BaseModels
+from tinkercloud_operator.run.pool.pool_memory import PoolMemory
+from tinkercloud_operator.run.pool.pool_runner import Pools
+from tinkercloud_operator.run.pool.spare_runner import Spares
+from tinkercloud_operator.run.pool.tenant_runner import Tenants
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import Node, Observed
 

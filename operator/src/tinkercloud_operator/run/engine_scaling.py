@@ -12,12 +12,12 @@ import structlog
 
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.engine_pods import existing_engines, is_scaled
-from tinkercloud_operator.decide.pool_facts import condition
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.run.store import Watched
-from tinkercloud_operator.run.work_queue import WorkQueue
-from tinkercloud_protocol.engine_scaling import HOLD_SECONDS
+from tinkercloud_operator.decide.pods.engine_pods import existing_engines, is_scaled
+from tinkercloud_operator.decide.pool.pool_facts import condition
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.run.cluster.work_queue import WorkQueue
+from tinkercloud_protocol.heads.engine_scaling_settings import HOLD_SECONDS
 
 log = structlog.get_logger(__name__)
 

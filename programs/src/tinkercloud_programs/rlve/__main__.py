@@ -6,8 +6,8 @@ from pydantic import ValidationError
 
 from tinkercloud_programs.rlve.loop import Trainer
 from tinkercloud_programs.server import ModelGone, ProgramServer
-from tinkercloud_protocol.programs import EXIT_FINAL
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.program_messages import EXIT_FINAL
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 
 def main() -> None:

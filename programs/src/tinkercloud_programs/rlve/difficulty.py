@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 
 @dataclass(slots=True)

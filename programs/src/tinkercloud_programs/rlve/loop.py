@@ -21,9 +21,9 @@ from tinkercloud_programs.rlve.difficulty import Difficulty
 from tinkercloud_programs.rlve.problems import Problem, Problems
 from tinkercloud_programs.rlve.prompts import prompt_tokens
 from tinkercloud_programs.server import ModelGone, ProgramServer
-from tinkercloud_protocol import programs as names
-from tinkercloud_protocol.programs import EnvironmentProgress, ProgramProgress
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs import program_messages as names
+from tinkercloud_protocol.programs.program_messages import EnvironmentProgress, ProgramProgress
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 _TTL_SECONDS = 7 * 24 * 3600
 """Lifetime of the checkpoints to sample from; the last one is kept."""

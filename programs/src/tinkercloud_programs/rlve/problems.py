@@ -7,7 +7,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 _MARKERS = {"<answer></answer>": ("<answer>", "</answer>"), "\\boxed{}": ("\\boxed{", "}")}
 _MAX_ATTEMPTS = 100

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinkercloud_protocol.rlve import RlveConfig
+from tinkercloud_protocol.programs.rlve import RlveConfig
 
 _INSTRUCTIONS = {
     "<answer></answer>": "Write the final answer between <answer> and </answer>.",

@@ -10,8 +10,8 @@ from urllib.request import Request, urlopen
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import HeadStatus
+from tinkercloud_protocol.heads.launch import HeadStatus
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.cluster.client import KubectlFailed
 from tinkercloud_testing.cluster.installation import START_SECONDS, Installation
 from tinkercloud_testing.cluster.node import head_process

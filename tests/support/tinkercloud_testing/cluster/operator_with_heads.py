@@ -15,8 +15,8 @@ from aiohttp.abc import ResolveResult
 from aiohttp.resolver import ThreadedResolver
 
 from tinkercloud_operator.__main__ import main
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.launch import Saved
+from tinkercloud_protocol.heads.launch import Saved
+from tinkercloud_protocol.wire import routes
 
 _SERVICES = ".svc"
 

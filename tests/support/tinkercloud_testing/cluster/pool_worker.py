@@ -17,13 +17,13 @@ from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import NotFound
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.pool_facts import is_member
-from tinkercloud_operator.run.head_client import HeadClient
-from tinkercloud_operator.run.pool_memory import PoolMemory
-from tinkercloud_operator.run.pools import Pools
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.spares import Spares
-from tinkercloud_operator.run.store import Watched
+from tinkercloud_operator.decide.pool.pool_facts import is_member
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
+from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.pool.pool_memory import PoolMemory
+from tinkercloud_operator.run.pool.pool_runner import Pools
+from tinkercloud_operator.run.pool.spare_runner import Spares
 
 _ACCEPTED = {
     "type": "Accepted",

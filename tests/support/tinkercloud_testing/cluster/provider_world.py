@@ -21,9 +21,9 @@ import tinker
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.durability import DurabilityConfig, DurabilityLevel
-from tinkercloud_protocol.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityLevel
+from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT
 from tinkercloud_testing.models import save, tiny_llama

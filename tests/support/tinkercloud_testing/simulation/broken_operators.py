@@ -7,16 +7,17 @@ from typing import Any
 from unittest.mock import patch
 
 from tinkercloud_operator.children.secret_marker import has_secret
-from tinkercloud_operator.decide import pools as pool_plans
-from tinkercloud_operator.decide import reconcile as sessions
-from tinkercloud_operator.decide import spares as spare_plans
-from tinkercloud_operator.decide.actions import Plan
-from tinkercloud_operator.decide.pool_model import PoolFacts
-from tinkercloud_operator.run import controller, store
-from tinkercloud_operator.run.executor import Executor
-from tinkercloud_operator.run.pools import Pools
-from tinkercloud_operator.run.save_requests import HeadSaver
-from tinkercloud_operator.run.spares import Spares
+from tinkercloud_operator.decide.pool import pool_plan as pool_plans
+from tinkercloud_operator.decide.pool import spare_plan as spare_plans
+from tinkercloud_operator.decide.pool.pool_model import PoolFacts
+from tinkercloud_operator.decide.session import reconcile as sessions
+from tinkercloud_operator.decide.session.actions import Plan
+from tinkercloud_operator.run import controller
+from tinkercloud_operator.run.cluster import resource_store
+from tinkercloud_operator.run.cluster.executor import Executor
+from tinkercloud_operator.run.cluster.save_requests import HeadSaver
+from tinkercloud_operator.run.pool.pool_runner import Pools
+from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
 Break = contextlib.AbstractContextManager[object]
@@ -66,7 +67,7 @@ def _moves_a_run_before_its_head_has_left_it() -> Break:
         members = [replace(each, has_left=True) for each in facts.members]
         return pool_plans.plan_pool(replace(facts, members=members))
 
-    return patch("tinkercloud_operator.run.pools.plan_pool", plan)
+    return patch("tinkercloud_operator.run.pool.pool_runner.plan_pool", plan)
 
 
 def _takes_a_failed_save_for_a_save() -> Break:
@@ -81,7 +82,7 @@ def _ignores_lost_secrets() -> Break:
     def ignoring(session: str, children: Mapping[ChildKey, Any]) -> bool:
         return has_secret(session, children) or ChildKey("RayCluster", session) in children
 
-    return patch.object(store, "has_secret", ignoring)
+    return patch.object(resource_store, "has_secret", ignoring)
 
 
 def _repairs_nothing_while_a_head_is_to_save() -> Break:

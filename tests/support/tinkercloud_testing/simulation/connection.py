@@ -15,7 +15,7 @@ from tinkercloud_crds import labels
 from tinkercloud_kube.client import _JSON, _RESOURCES, Client, Event, Query, Verb
 from tinkercloud_kube.errors import Unavailable, error_of
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.run.head_client import HeadClient
+from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_testing.simulation.api_server import ApiError, ApiServer, Json
 from tinkercloud_testing.simulation.virtual_time import VirtualLoop
 

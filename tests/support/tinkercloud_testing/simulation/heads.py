@@ -6,16 +6,16 @@ import random
 from dataclasses import asdict, dataclass, field
 from urllib.parse import unquote
 
-from tinkercloud_protocol import routes
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.launch import HeadStatus, Saved
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.heads.launch import HeadStatus, Saved
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.simulation.connection import HeadRefused
 from tinkercloud_testing.simulation.store import Store, StoreAway
 from tinkercloud_testing.simulation.virtual_time import until
 
 _RANK_BYTES = 1 << 20
 _NOT_CREATED_SECONDS = 900.0
-"""The same as in `tinkercloud_worker.head.suspended_models`."""
+"""The same as in `tinkercloud_worker.head.durable.suspended_models`."""
 
 
 @dataclass(frozen=True)

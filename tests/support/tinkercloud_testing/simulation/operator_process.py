@@ -7,9 +7,9 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_operator import __main__ as process
+from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS
+from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 from tinkercloud_operator.run.controller import Controller
-from tinkercloud_operator.run.store import CHILD_KINDS
-from tinkercloud_operator.run.work_queue import WorkQueue
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.simulation.api_server import ApiServer, EventType, Json, has_label
 from tinkercloud_testing.simulation.connection import (

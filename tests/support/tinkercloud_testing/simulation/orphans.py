@@ -1,12 +1,12 @@
 """What API servers do about models that heads keep although no run has a place there.
 
-See `tinkercloud_api.shared_heads.SharedHeads.drop_orphans`.
+See `tinkercloud_api.heads.shared_heads.SharedHeads.drop_orphans`.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 
-from tinkercloud_protocol import routes
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.simulation.api_server import ApiServer, Json
 from tinkercloud_testing.simulation.connection import HeadRefused
 from tinkercloud_testing.simulation.heads import Head

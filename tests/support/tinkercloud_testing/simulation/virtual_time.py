@@ -14,15 +14,14 @@ from typing import Any
 from unittest.mock import patch
 
 from tinkercloud_kube import informer
-from tinkercloud_operator.run import (
+from tinkercloud_operator.run import controller
+from tinkercloud_operator.run.cluster import executor, save_requests
+from tinkercloud_operator.run.pool import (
     base_models,
-    controller,
-    executor,
     pool_memory,
-    pools,
-    save_requests,
-    spares,
-    tenants,
+    pool_runner,
+    spare_runner,
+    tenant_runner,
 )
 
 START = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -80,7 +79,10 @@ class Clock:
 @contextlib.contextmanager
 def operator_time(loop: VirtualLoop, clock: Clock, seed: int) -> Iterator[None]:
     """Let the operator's modules use virtual time, and random numbers that depend on the seed."""
-    of_wall_clock = (base_models, controller, executor, pools, save_requests, spares, tenants)
+    of_wall_clock = (
+        *(base_models, controller, executor, pool_runner, save_requests),
+        *(spare_runner, tenant_runner),
+    )
     with contextlib.ExitStack() as patches:
         for module in of_wall_clock:
             patches.enter_context(patch.object(module, "datetime", clock))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import LossOutput
 

@@ -30,8 +30,8 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tinkercloud_protocol.errors import StateLost, Unavailable
-from tinkercloud_worker.actors import failures
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
+from tinkercloud_worker.actors import rank_failures
 from tinkercloud_worker.actors.rank import SALVAGE, Answer, Rank, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
@@ -281,11 +281,13 @@ class RankGroup:
             self._check_alive()
             shared = ray.put(args)
             refs = [rank.call.remote(method, shared) for rank in self._ranks]
-            answers, failed = failures.answers_and_failures(refs)
+            answers, failed = rank_failures.answers_and_failures(refs)
             if failed:
                 rank, error = next(iter(failed.items()))
                 alive = [r for r, each in failed.items() if not isinstance(each, RayActorError)]
-                reason = f"rank {rank} of {len(refs)} failed in {method}: {failures.reason(error)}"
+                reason = (
+                    f"rank {rank} of {len(refs)} failed in {method}: {rank_failures.reason(error)}"
+                )
                 # Ranks that have completed the command come first, so that the state includes it.
                 self._end(reason, [*answers, *alive])
         return [*answers.values()], bool(failed)
@@ -356,7 +358,8 @@ class RankGroup:
             except RayError as error:
                 rank = refs.index(done[0])
                 raise RanksUnavailable(
-                    f"rank {rank} of {self.shape.ranks} failed to {step}: {failures.reason(error)}"
+                    f"rank {rank} of {self.shape.ranks} failed to {step}:"
+                    f" {rank_failures.reason(error)}"
                 ) from error
         return list(ray.get(refs))
 
@@ -422,8 +425,10 @@ class RankGroup:
                 answers[done[0]] = answer(done[0])
             except RayError as error:
                 log.exception("a rank failed", command=method)
-                rank, cause = failures.cause(refs, refs.index(done[0]), error)
-                reason = f"rank {rank} of {len(refs)} failed in {method}: {failures.reason(cause)}"
+                rank, cause = rank_failures.cause(refs, refs.index(done[0]), error)
+                reason = (
+                    f"rank {rank} of {len(refs)} failed in {method}: {rank_failures.reason(cause)}"
+                )
                 # A live rank may have failed because another died, and still has its state.
                 dead = {rank} if isinstance(cause, RayActorError) else set()
                 self._end(reason, [r for r in range(len(refs)) if r not in dead])

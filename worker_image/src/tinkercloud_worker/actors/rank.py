@@ -10,7 +10,7 @@ import ray
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, missing in __all__
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator

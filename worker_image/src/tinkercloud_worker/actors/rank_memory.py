@@ -11,9 +11,9 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.errors import Overloaded
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_worker.actors.group import RankGroup
 from tinkercloud_worker.engine.memory_report import (
     BYTES_PER_PARAMETER,

@@ -19,9 +19,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar, cast
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.errors import StateLost, Unavailable, WireError
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable, WireError
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.memberships import memberships_of
 from tinkercloud_worker.actors.rank_memory import RankMemory
@@ -39,7 +39,6 @@ from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.ranks import Membership
-from tinkercloud_worker.engine.thread import Pieces, run_through
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
@@ -50,6 +49,7 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
+from tinkercloud_worker.engine.turns.engine_thread import Pieces, run_through
 
 T = TypeVar("T")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from tinkercloud_protocol.hyperparameters import AdamParams
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs, select_examples
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
-from tinkercloud_worker.engine.thread import PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput, OptimizerStep, TrainingPass
+from tinkercloud_worker.engine.turns.engine_thread import PieceLimit, Pieces
 
 Shards = Sequence[Sequence[int]]
 """The indices, within a batch, of the examples of each replica."""

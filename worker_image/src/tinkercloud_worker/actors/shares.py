@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError
 from torch import Tensor
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_worker.engine.ranks import Outline
 from tinkercloud_worker.engine.tensor_slices import Piece, joined
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from ray.actor import ActorHandle
 
-from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, Unavailable
+from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
+from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_worker import logs
 from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.inference import sender_process

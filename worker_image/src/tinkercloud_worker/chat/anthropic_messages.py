@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import SamplingParams
-from tinkercloud_protocol.wire import Items, Name, WireModel
+from tinkercloud_protocol.requests.sampling_requests import SamplingParams
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import Items, Name, WireModel
 from tinkercloud_worker.chat.conversation import (
     MAX_MESSAGES,
     Asked,

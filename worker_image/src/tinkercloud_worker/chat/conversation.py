@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.exact_json import read_body
-from tinkercloud_protocol.sampling import Chunk, SamplingParams
-from tinkercloud_protocol.wire import WireModel, describe
+from tinkercloud_protocol.requests.sampling_requests import Chunk, SamplingParams
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.exact_json import read_body
+from tinkercloud_protocol.wire.json_model import WireModel, describe
 from tinkercloud_worker.chat.text import ChatText, ShownText
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
-from tinkercloud_worker.engine.sampler import SampledToken
+from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
 ModelT = TypeVar("ModelT", bound=WireModel)
 

@@ -9,7 +9,7 @@ import re
 import secrets
 from typing import Any
 
-from tinkercloud_protocol.exact_json import SURROGATE, ExactNumber
+from tinkercloud_protocol.wire.exact_json import SURROGATE, ExactNumber
 
 _INDEX_DIGITS = 8
 

@@ -12,7 +12,7 @@ from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
 from tinkercloud_worker.chat.openai_requests import ChatCompletionRequest, CompletionRequest
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
-from tinkercloud_worker.engine.sampler import SampledToken
+from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
 DONE = b"data: [DONE]\n\n"
 Part = str | ToolCall

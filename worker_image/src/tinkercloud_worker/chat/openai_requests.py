@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints
 
-from tinkercloud_protocol import exact_json
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.sampling import LogitParams, SamplingParams
-from tinkercloud_protocol.shown import shown
-from tinkercloud_protocol.wire import Items, Name, WireModel, few_entries
+from tinkercloud_protocol.requests.sampling_requests import LogitParams, SamplingParams
+from tinkercloud_protocol.wire import exact_json
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import Items, Name, WireModel, few_entries
+from tinkercloud_protocol.wire.shown import shown
+from tinkercloud_worker.chat.chat_images import content_for_template, images_of
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
     MAX_MESSAGES,
@@ -21,7 +22,6 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
-from tinkercloud_worker.chat.images import content_for_template, images_of
 from tinkercloud_worker.chat.text import ChatText
 
 IGNORED = frozenset(

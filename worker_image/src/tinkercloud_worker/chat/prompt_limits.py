@@ -6,7 +6,7 @@ far too long is tokenized in pieces, only as far as its refusal is certain.
 
 from collections.abc import Callable
 
-from tinkercloud_protocol.errors import ContextLengthExceeded, InvalidRequest
+from tinkercloud_protocol.wire.errors import ContextLengthExceeded, InvalidRequest
 
 _PIECE_CHARACTERS = 1 << 16
 _CUT_TOKENS = 32

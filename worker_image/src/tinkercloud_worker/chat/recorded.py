@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 MAX_OWNER_TOKENS = 1 << 22
 """Tokens that one owner's sessions may hold; each takes some tens of bytes."""

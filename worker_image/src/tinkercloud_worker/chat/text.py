@@ -14,11 +14,11 @@ from typing import Any
 
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.chat.exact_values import ExactValues
 from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.token_bytes import TokenBytes
-from tinkercloud_worker.engine.growing_text import GrowingText, decoder_of
+from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
 """Tokens with which the templates of public families end a turn."""

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tinkercloud_protocol.exact_json import DECODER, has_half
+from tinkercloud_protocol.wire.exact_json import DECODER, has_half
 from tinkercloud_worker.chat.text import HERMES_CALL, suffix_length
 
 _END = "</tool_call>"

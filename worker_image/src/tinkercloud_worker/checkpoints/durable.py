@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 import obstore
 from obstore.store import LocalStore, ObjectStore
 
-from tinkercloud_protocol.checkpoints import StoredFile
+from tinkercloud_protocol.heads.checkpoint_manifest import StoredFile
 from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
 from tinkercloud_worker.checkpoints.tensor_file import Growing
 

@@ -7,8 +7,8 @@ from typing import NewType
 
 import pyrage
 
-from tinkercloud_protocol.checkpoints import ENCRYPTED_SUFFIX
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.heads.checkpoint_manifest import ENCRYPTED_SUFFIX
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.checkpoints.formats import Files
 
 _FIELD = "age_encryption_recipients"

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     FULL_WEIGHTS,
@@ -22,8 +22,8 @@ from tinkercloud_protocol.checkpoints import (
     CheckpointManifest,
     SuspendedManifest,
 )
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
 from tinkercloud_worker.lora import adapters, imported

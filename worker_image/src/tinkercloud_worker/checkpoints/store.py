@@ -24,7 +24,7 @@ from obstore.exceptions import (
 )
 from obstore.store import ObjectStore
 
-from tinkercloud_protocol.checkpoints import (
+from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
     StoredFile,
     SuspendedManifest,
@@ -32,8 +32,8 @@ from tinkercloud_protocol.checkpoints import (
     encode_manifest,
     suspended_key,
 )
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
-from tinkercloud_protocol.paths import (
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.wire.paths import (
     CheckpointKind,
     CheckpointPath,
     is_reserved,

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tinkercloud_protocol.checkpoints import BODIES, HEAD_STATE, SuspendedManifest
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.heads.checkpoint_manifest import BODIES, HEAD_STATE, SuspendedManifest
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import describe
 
 Hex = Annotated[str, Field(pattern=r"[0-9a-f]*")]
 

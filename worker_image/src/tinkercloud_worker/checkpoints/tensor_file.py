@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.wire.json_model import describe
 
 _DTYPES = {
     torch.int64: "I64",

@@ -1,4 +1,4 @@
-"""The losses that clients upload (`tinkercloud_protocol.custom_losses`).
+"""The losses that clients upload (`tinkercloud_protocol.losses.traced_losses`).
 
 - `uploaded`: an uploaded loss in a request, as trainers see it.
 - `processes`: computes losses in processes of their own, in turn for their owners.

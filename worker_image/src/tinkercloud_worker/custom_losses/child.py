@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.custom_losses.costs import check_cost, import_all
 from tinkercloud_worker.custom_losses.graphs import CompiledLoss, compiled, is_out_of_memory
 from tinkercloud_worker.custom_losses.messages import CostTask, ReceivedTask

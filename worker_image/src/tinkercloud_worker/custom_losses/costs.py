@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.custom_losses.graphs import Step, Value, apply, compiled
 from tinkercloud_worker.custom_losses.inputs import DatumShape
 

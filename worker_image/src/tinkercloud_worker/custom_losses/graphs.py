@@ -1,4 +1,4 @@
-"""Interprets the custom losses of clients (`tinkercloud_protocol.custom_losses`).
+"""Interprets the custom losses of clients (`tinkercloud_protocol.losses.traced_losses`).
 
 A loss runs on the CPU, node by node, on one datum's tensors, or on tensors without data (torch's
 meta device), which finds errors in shapes. Nothing here is safe from what a loss may do to its
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tinkercloud_protocol import loss_operations
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.losses import loss_operations
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.custom_losses.inputs import LossInput
 
 _LARGEST_NUMBER = 1 << 53

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import Array, Datum
+from tinkercloud_protocol.requests.tensors import Array, Datum
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from tinkercloud_protocol.tensors import Array, FloatArray
+from tinkercloud_protocol.requests.tensors import Array, FloatArray
 from tinkercloud_worker.custom_losses.inputs import DatumInputs, DatumShape
 
 DoubleArray = npt.NDArray[np.float64]

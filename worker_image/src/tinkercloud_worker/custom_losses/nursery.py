@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-from tinkercloud_protocol.errors import InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_worker.custom_losses import child
 from tinkercloud_worker.custom_losses.messages import TaskMemory
 

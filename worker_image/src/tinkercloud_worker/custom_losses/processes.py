@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from tinkercloud_protocol.errors import Unavailable
+from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_worker.custom_losses.messages import CostTask, LossTask, LossValues, TaskMemory
 from tinkercloud_worker.custom_losses.nursery import LossChild, Nursery, NurseryLost, TaskLimits
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Limits(Protocol):
-    """What losses may take; see `tinkercloud_protocol.loss_limits`."""
+    """What losses may take; see `tinkercloud_protocol.losses.loss_limits`."""
 
     @property
     def max_loss_processes(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_worker.custom_losses.graphs import compiled
 from tinkercloud_worker.custom_losses.inputs import DatumInputs, LossInput
 from tinkercloud_worker.custom_losses.messages import CostTask, LossTask, LossValues

@@ -14,14 +14,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
+from tinkercloud_protocol.requests.tensors import (
     Datum,
     FloatArray,
     ForwardBackwardRequest,
     Int32Array,
     nonfinite_names,
 )
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import losses
 from tinkercloud_worker.custom_losses.inputs import DatumInputs, inputs_of
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss

@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_worker.custom_losses.messages import LossValues
 from tinkercloud_worker.custom_losses.uploaded import LossIsComputing, UploadedLoss
 from tinkercloud_worker.engine.batch import Batch
-from tinkercloud_worker.engine.thread import Pause, Pieces
 from tinkercloud_worker.engine.trainer import LossOutput
+from tinkercloud_worker.engine.turns.engine_thread import Pause, Pieces
 
 _LINEAR_LOSS = "cross_entropy"
 

@@ -7,7 +7,7 @@ numbers, so that those of several ranks can be compared in the head.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.heads.capacity import HeadCapacity
 
 BYTES_PER_PARAMETER = 16
 """Bytes of memory per trained parameter: weight, gradient and two moments in float32."""

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.images import ImagePart
-from tinkercloud_protocol.tensors import Int32Array
+from tinkercloud_protocol.requests.image_files import ImagePart
+from tinkercloud_protocol.requests.tensors import Int32Array
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.vision.prepared import PreparedPrompt
 
 

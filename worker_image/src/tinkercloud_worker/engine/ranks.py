@@ -8,8 +8,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.engine.tensor_slices import Piece

@@ -11,13 +11,13 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.tensors import FloatArray
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import FloatArray
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.engine.batch import Batch, ModelLimits
 from tinkercloud_worker.engine.expert_load import TokenCounts
-from tinkercloud_worker.engine.thread import Batcher
+from tinkercloud_worker.engine.turns.engine_thread import Batcher
 
 T = TypeVar("T")
 

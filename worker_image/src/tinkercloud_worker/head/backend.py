@@ -3,20 +3,20 @@
 import os
 from dataclasses import dataclass, field
 
-from tinkercloud_protocol.launch import HeadConfig
-from tinkercloud_protocol.loss_limits import LossLimits
-from tinkercloud_protocol.owner_limits import OwnerLimits
+from tinkercloud_protocol.heads.launch import HeadConfig
+from tinkercloud_protocol.heads.owner_limits import OwnerLimits
+from tinkercloud_protocol.losses.loss_limits import LossLimits
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
-from tinkercloud_worker.engine.sampler import EngineScaler, Sampler
-from tinkercloud_worker.engine.thread import EngineThread
+from tinkercloud_worker.engine.sampling.sampler_interface import EngineScaler, Sampler
 from tinkercloud_worker.engine.trainer import Trainer
-from tinkercloud_worker.engine.usage import UsageMeter
-from tinkercloud_worker.head.image_work import ImageWork
-from tinkercloud_worker.head.timeline import SpanRecorder
-from tinkercloud_worker.head.token_limits import TokenLimits
+from tinkercloud_worker.engine.turns.engine_thread import EngineThread
+from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
+from tinkercloud_worker.head.wire.image_work import ImageWork
+from tinkercloud_worker.head.wire.request_times import SpanRecorder
+from tinkercloud_worker.head.wire.token_limits import TokenLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from tinkercloud_protocol.errors import InvalidRequest, Unavailable
+from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 
 Json = Mapping[str, Any]
 _CONNECT_SECONDS = 10.0

@@ -11,9 +11,9 @@ from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, TypeVar
 
-from tinkercloud_worker.engine.fair_queue import Share
-from tinkercloud_worker.engine.thread import Batcher, EngineThread, ThreadStopped
-from tinkercloud_worker.engine.usage import UsageMeter
+from tinkercloud_worker.engine.turns.engine_thread import Batcher, EngineThread, ThreadStopped
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
 
 ItemT = TypeVar("ItemT")
 T = TypeVar("T")

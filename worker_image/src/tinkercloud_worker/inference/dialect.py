@@ -9,14 +9,14 @@ from typing import Protocol
 
 import numpy as np
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
+from tinkercloud_protocol.requests.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     PromptScores,
     TopLogprobs,
 )
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 

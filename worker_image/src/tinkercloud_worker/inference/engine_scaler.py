@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from tinkercloud_protocol.engine_scaling import HOLD_SECONDS, EngineScaling
+from tinkercloud_protocol.heads.engine_scaling_settings import HOLD_SECONDS, EngineScaling
 from tinkercloud_worker.inference.load import LoadHistory
 from tinkercloud_worker.inference.server_pool import ServerPool
 

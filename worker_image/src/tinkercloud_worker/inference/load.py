@@ -8,7 +8,7 @@ nothing, and a pause that is shorter than the second removes nothing.
 import math
 from collections import deque
 
-from tinkercloud_protocol.engine_scaling import EngineScaling
+from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
 
 
 class LoadHistory:

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest, NotFound, WireError
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.launch import SamplerConfig
-from tinkercloud_protocol.tensors import PromptScores
-from tinkercloud_worker.engine.growing_text import Decode
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.stopping import cut_at_stop
+from tinkercloud_protocol.heads.launch import SamplerConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.tensors import PromptScores
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_worker.engine.sampling.growing_text import Decode
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampling.stopping import cut_at_stop
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,

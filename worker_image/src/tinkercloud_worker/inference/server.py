@@ -17,9 +17,13 @@ from typing import TypeVar
 import numpy as np
 import structlog
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    PromptLogprobParams,
+    SamplingRequest,
+    StopRules,
+)
 from tinkercloud_worker.inference.client import NotThere, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
 from tinkercloud_worker.inference.weights_folder import WeightsFolder

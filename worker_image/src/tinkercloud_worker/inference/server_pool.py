@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import structlog
 
-from tinkercloud_protocol.errors import WireError
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.server import InferenceServer

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence
+from tinkercloud_protocol.requests.tensors import PromptScores, SampledSequence
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     InferenceClient,

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
+from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
 from tinkercloud_worker.inference import sender_process
 from tinkercloud_worker.inference.client import Json, ServerError
 from tinkercloud_worker.inference.weights_folder import SavedWeights

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tinkercloud_protocol.checkpoints import ADAPTER_WEIGHTS, FULL_WEIGHTS
-from tinkercloud_protocol.errors import NotFound, Unavailable
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_WEIGHTS, FULL_WEIGHTS
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_worker.checkpoints import formats, tensor_file
 from tinkercloud_worker.engine.trainer import RemoteModel, WeightsSnapshot
 from tinkercloud_worker.lora import adapters

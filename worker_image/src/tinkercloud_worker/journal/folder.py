@@ -6,11 +6,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tinkercloud_protocol import journals
-from tinkercloud_protocol.checkpoints import decode_manifest, encode_manifest
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.journals import Deaths, JournalManifest
-from tinkercloud_protocol.paths import suspended_prefix
+from tinkercloud_protocol.heads import journal_files
+from tinkercloud_protocol.heads.checkpoint_manifest import decode_manifest, encode_manifest
+from tinkercloud_protocol.heads.journal_files import Deaths, JournalManifest
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import suspended_prefix
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
 
@@ -53,15 +53,15 @@ class JournalFolder:
     def __init__(self, root: Path, run_id: str) -> None:
         self.root = root
         self.run_id = run_id
-        self._folder = journals.segments_folder(root, run_id)
+        self._folder = journal_files.segments_folder(root, run_id)
 
     def manifest(self) -> JournalManifest | None:
-        """Return the manifest; see `journals.read_manifest`."""
-        return journals.read_manifest(self.root, self.run_id)
+        """Return the manifest; see `journal_files.read_manifest`."""
+        return journal_files.read_manifest(self.root, self.run_id)
 
     def exists(self) -> bool:
         """Whether there is a manifest, which may be damaged."""
-        return journals.manifest_path(self.root, self.run_id).exists()
+        return journal_files.manifest_path(self.root, self.run_id).exists()
 
     def write_manifest(self, manifest: JournalManifest) -> None:
         """Write the manifest, which makes the journal exist, atomically."""
@@ -71,17 +71,17 @@ class JournalFolder:
             file.write(encode_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
-        staged.replace(journals.manifest_path(self.root, self.run_id))
+        staged.replace(journal_files.manifest_path(self.root, self.run_id))
         _synchronize(self._folder)
 
     def withdraw(self) -> None:
         """Make the journal not exist, so that no head continues from it."""
-        journals.manifest_path(self.root, self.run_id).unlink(missing_ok=True)
+        journal_files.manifest_path(self.root, self.run_id).unlink(missing_ok=True)
 
     def delete(self) -> None:
         """Delete everything of the run. Idempotent."""
         self.withdraw()
-        shutil.rmtree(journals.run_folder(self.root, self.run_id), ignore_errors=True)
+        shutil.rmtree(journal_files.run_folder(self.root, self.run_id), ignore_errors=True)
 
     def clear_before(self, number: int) -> None:
         """Delete everything of a journal that no head may continue, except later segments.

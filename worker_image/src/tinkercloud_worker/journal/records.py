@@ -22,8 +22,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.wire import describe
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import describe
 
 _MAGIC = b"TJ"
 _FIELDS = struct.Struct("<2sQII")

@@ -15,11 +15,11 @@ import structlog
 from obstore.exceptions import AlreadyExistsError
 from obstore.store import ObjectStore
 
-from tinkercloud_protocol import shared_journals
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.journals import JournalManifest
-from tinkercloud_protocol.paths import run_prefix, suspended_prefix
-from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_protocol.heads import journal_copy
+from tinkercloud_protocol.heads.journal_copy import Base, Header
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import run_prefix, suspended_prefix
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed, store_errors
 from tinkercloud_worker.journal import records
@@ -79,7 +79,7 @@ class SharedLog:
         """Create it.
 
         Args:
-            store: the folder `shared_journals.FOLDER` of the checkpoint store.
+            store: the folder `journal_copy.FOLDER` of the checkpoint store.
             run_id: the run.
             timeout_seconds: time for one operation on an object.
         """
@@ -89,9 +89,7 @@ class SharedLog:
 
     async def numbers(self) -> list[int]:
         """Return the numbers of all objects, in order."""
-        return shared_journals.numbers(
-            await self._keys(shared_journals.objects_folder(self.run_id))
-        )
+        return journal_copy.numbers(await self._keys(journal_copy.objects_folder(self.run_id)))
 
     async def last(self) -> tuple[int, Header] | None:
         """Return the number and the header of the last object; None if there is none."""
@@ -107,7 +105,7 @@ class SharedLog:
             Fenced: another head has created it.
             StoreFailed: it may or may not exist now.
         """
-        key = shared_journals.object_key(self.run_id, number)
+        key = journal_copy.object_key(self.run_id, number)
         try:
             async with asyncio.timeout(self._timeout + len(content) / _SLOW_BYTES_PER_SECOND):
                 try:
@@ -160,7 +158,7 @@ class SharedLog:
                 is_behind=base is None and is_behind(header),
             )
             try:
-                await self.append(number + 1, shared_journals.encode(new, b""))
+                await self.append(number + 1, journal_copy.encode(new, b""))
             except Fenced:
                 # The earlier head wrote meanwhile.
                 number, header = number + 1, await self._header_if_readable(number + 1)
@@ -193,7 +191,7 @@ class SharedLog:
         for number in reversed(numbers):
             each, content = await self._read(number)
             header, base = header or each, base or each.base
-            name = shared_journals.name_of(self.run_id, number)
+            name = journal_copy.name_of(self.run_id, number)
             decoded = await asyncio.to_thread(_records, content, each, name, later)
             use(decoded)
             if decoded:
@@ -202,13 +200,13 @@ class SharedLog:
                 return Ends(header, base)
         if header is None:
             return None
-        missing = shared_journals.name_of(self.run_id, numbers[0] - 1)
+        missing = journal_copy.name_of(self.run_id, numbers[0] - 1)
         raise DamagedJournal(f"{missing} is missing, and later ones need it")
 
     async def remove(self, numbers: Collection[int]) -> None:
         """Delete objects, the oldest first."""
         for number in sorted(numbers):
-            await self._delete([shared_journals.object_key(self.run_id, number)])
+            await self._delete([journal_copy.object_key(self.run_id, number)])
 
     async def snapshot_keys(self) -> list[str]:
         """Return the keys of the files of all snapshots, incomplete ones included."""
@@ -227,13 +225,13 @@ class SharedLog:
             owner: generation of a head; nothing is deleted if another one wrote the last object.
         """
         keys = await self._keys(run_prefix(self.run_id))
-        folder = shared_journals.objects_folder(self.run_id)
-        numbers = shared_journals.numbers(k for k in keys if k.startswith(f"{folder}/"))
+        folder = journal_copy.objects_folder(self.run_id)
+        numbers = journal_copy.numbers(k for k in keys if k.startswith(f"{folder}/"))
         if numbers and owner is not None:
             header = await self._header(numbers[-1])
             if header.manifest.generations[-1] != owner:
                 return
-        objects = [shared_journals.object_key(self.run_id, number) for number in numbers]
+        objects = [journal_copy.object_key(self.run_id, number) for number in numbers]
         files = sorted(set(keys).difference(objects))
         if not await self._delete_at_once([*objects, *files]):
             await self._delete([*objects, *files])
@@ -274,16 +272,16 @@ class SharedLog:
                 raise self._slow() from None
 
     async def _read(self, number: int) -> tuple[Header, memoryview]:
-        name = shared_journals.name_of(self.run_id, number)
-        return shared_journals.decode(await self._content(number), name)
+        name = journal_copy.name_of(self.run_id, number)
+        return journal_copy.decode(await self._content(number), name)
 
     async def _header(self, number: int) -> Header:
         try:
             async with asyncio.timeout(self._timeout):
-                start = await self._content(number, shared_journals.HEADER_LIMIT)
+                start = await self._content(number, journal_copy.HEADER_LIMIT)
         except TimeoutError:
             raise self._slow() from None
-        return shared_journals.decode(start, shared_journals.name_of(self.run_id, number))[0]
+        return journal_copy.decode(start, journal_copy.name_of(self.run_id, number))[0]
 
     async def _header_if_readable(self, number: int) -> Header | None:
         try:
@@ -294,14 +292,14 @@ class SharedLog:
 
     async def _content(self, number: int, limit: int | None = None) -> memoryview:
         """Return an object, or its first bytes."""
-        key = shared_journals.object_key(self.run_id, number)
+        key = journal_copy.object_key(self.run_id, number)
         options: GetOptions = {"range": (0, limit)} if limit is not None else {}
         try:
             with store_errors():
                 answer = await obstore.get_async(self._store, key, options=options)
                 return memoryview(await answer.bytes_async())
         except FileNotFoundError:
-            name = shared_journals.name_of(self.run_id, number)
+            name = journal_copy.name_of(self.run_id, number)
             raise DamagedJournal(f"{name} is missing") from None
 
     def _slow(self) -> StoreFailed:

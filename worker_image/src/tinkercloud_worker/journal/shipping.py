@@ -16,12 +16,12 @@ from itertools import takewhile
 
 import structlog
 
-from tinkercloud_protocol import shared_journals
-from tinkercloud_protocol.checkpoints import SuspendedManifest
-from tinkercloud_protocol.durability import DurabilityConfig
-from tinkercloud_protocol.errors import WireError
-from tinkercloud_protocol.journals import JournalManifest
-from tinkercloud_protocol.shared_journals import Base, Header
+from tinkercloud_protocol.heads import journal_copy
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_copy import Base, Header
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
@@ -363,7 +363,7 @@ class Shipping:
         )
         try:
             content = await asyncio.to_thread(
-                lambda: shared_journals.encode(header, b"".join(map(records.encode, taken)))
+                lambda: journal_copy.encode(header, b"".join(map(records.encode, taken)))
             )
         except Exception:
             if not self._lacks_base:

@@ -26,8 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec
 
 ALPHA = 32.0

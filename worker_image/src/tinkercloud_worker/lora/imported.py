@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
-from tinkercloud_protocol.peft import BASE_COPY, plain_name
+from tinkercloud_protocol.adapters.peft import BASE_COPY, plain_name
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.adapters import Target
 

@@ -31,17 +31,20 @@ from transformers.configuration_utils import PretrainedConfig
 from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.lora.adapters import Target
 from tinkercloud_worker.lora.parameters import TensorLayout
-from tinkercloud_worker.megatron_trainer import deepseek, mixtures, rotary
-from tinkercloud_worker.megatron_trainer.adapters import (
+from tinkercloud_worker.megatron_trainer.devices.device import Device
+from tinkercloud_worker.megatron_trainer.layers import deepseek, mixtures, rotary
+from tinkercloud_worker.megatron_trainer.layers.adapted_layers import (
+    RecomputedLayers,
+    use_gates_without_copies,
+)
+from tinkercloud_worker.megatron_trainer.layers.grouped_experts import GroupedExperts, located
+from tinkercloud_worker.megatron_trainer.layers.megatron_adapters import (
     AdaptedLinears,
     Merge,
     concatenated,
     interleaved,
 )
-from tinkercloud_worker.megatron_trainer.device import Device
-from tinkercloud_worker.megatron_trainer.grouped_experts import GroupedExperts, located
-from tinkercloud_worker.megatron_trainer.layers import RecomputedLayers, use_gates_without_copies
-from tinkercloud_worker.megatron_trainer.parallelism import Parallelism
+from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     check_tied,

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.engine.tensor_slices import Piece, TensorSlice, full_slice
 from tinkercloud_worker.lora import adapters

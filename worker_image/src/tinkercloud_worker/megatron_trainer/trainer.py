@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.func import functional_call
 from typing_extensions import override
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker import losses
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
@@ -40,20 +40,20 @@ from tinkercloud_worker.engine.ranks import (
 from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.megatron_trainer.adapters import Active
-from tinkercloud_worker.megatron_trainer.logprobs import (
-    frozen_output_layer,
-    logprobs,
-    trained_output_layer,
-)
-from tinkercloud_worker.megatron_trainer.mixtures import (
+from tinkercloud_worker.megatron_trainer.layers.megatron_adapters import Active
+from tinkercloud_worker.megatron_trainer.layers.megatron_router_counts import RouterCounts
+from tinkercloud_worker.megatron_trainer.layers.mixtures import (
     dummy_pack,
     empty_pack,
     with_dummy_packs,
 )
+from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch, SequenceDivision
+from tinkercloud_worker.megatron_trainer.layers.vocabulary_logprobs import (
+    frozen_output_layer,
+    logprobs,
+    trained_output_layer,
+)
 from tinkercloud_worker.megatron_trainer.model import MegatronModel
-from tinkercloud_worker.megatron_trainer.router_counts import RouterCounts
-from tinkercloud_worker.megatron_trainer.sequence import MicroBatch, SequenceDivision
 from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter, divide
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
 from tinkercloud_worker.model import architecture

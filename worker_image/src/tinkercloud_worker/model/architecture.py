@@ -27,7 +27,7 @@ from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from tinkercloud_protocol.context_length import context_length
+from tinkercloud_protocol.adapters.context_length import context_length
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.adapters import Group, Target
 from tinkercloud_worker.lora.experts import find_experts

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.fingerprints import BaseFingerprint
+from tinkercloud_protocol.adapters.fingerprints import BaseFingerprint
 from tinkercloud_worker.model.architecture import is_tied, read_config
 from tinkercloud_worker.model.quantized import files_read
 from tinkercloud_worker.model.weight_files import (

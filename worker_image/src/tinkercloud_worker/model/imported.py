@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.checkpoints import CheckpointManifest
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.peft import BASE_COPY
+from tinkercloud_protocol.adapters.peft import BASE_COPY
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import imported
 from tinkercloud_worker.model.architecture import BUILDING, read_architecture

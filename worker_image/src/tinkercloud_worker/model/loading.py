@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
+from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
 from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     check_tied,

@@ -7,15 +7,15 @@ from itertools import chain, repeat
 
 from torch import Tensor
 
-from tinkercloud_protocol.tensors import SampledSequence
-from tinkercloud_worker.engine.fair_queue import Accounts
-from tinkercloud_worker.engine.sampler import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.usage import Payer
+from tinkercloud_protocol.requests.tensors import SampledSequence
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
+from tinkercloud_worker.engine.turns.fair_queue import Accounts
+from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.lora.segments import ActiveWeights
-from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget, PrefillCache
-from tinkercloud_worker.torch_sampler.decoding import DecodingBatch, RunningSequence
+from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, KvBudget, PrefillCache
+from tinkercloud_worker.torch_sampler.decode.decoding import DecodingBatch, RunningSequence
+from tinkercloud_worker.torch_sampler.decode.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
-from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version
 from tinkercloud_worker.vision.prepared import PreparedPrompt
 from tinkercloud_worker.vision.spans import around

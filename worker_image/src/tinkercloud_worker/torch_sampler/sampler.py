@@ -16,27 +16,31 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest, WireError
-from tinkercloud_worker.engine.fair_queue import Accounts
-from tinkercloud_worker.engine.sampler import Sampler, SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.thread import Background, Tokens
+from tinkercloud_protocol.wire.errors import InvalidRequest, WireError
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    Sampler,
+    SamplingRequest,
+    SamplingResult,
+)
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.turns.engine_thread import Background, Tokens
+from tinkercloud_worker.engine.turns.fair_queue import Accounts
 from tinkercloud_worker.lora.segments import single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.cache import KeyValues, KvBudget
-from tinkercloud_worker.torch_sampler.capacity import Capacity
-from tinkercloud_worker.torch_sampler.decoding import (
+from tinkercloud_worker.torch_sampler.config import Capacity
+from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, KvBudget
+from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.decoding import (
     DecodingBatch,
     RunningSequence,
     TokenSampler,
     segments_of,
 )
-from tinkercloud_worker.torch_sampler.decoding_check import check_decoding
-from tinkercloud_worker.torch_sampler.graphs import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.decoding_check import check_decoding
+from tinkercloud_worker.torch_sampler.decode.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, tokens_of_step, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
-from tinkercloud_worker.torch_sampler.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.versions import Version, Versions
 
 log = logging.getLogger(__name__)

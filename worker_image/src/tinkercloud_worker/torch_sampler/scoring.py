@@ -11,14 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.tensors import (
+from tinkercloud_protocol.requests.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     PromptScores,
     TopLogprobs,
 )
-from tinkercloud_worker.engine.sampler import SamplingRequest
-from tinkercloud_worker.torch_sampler.sampling import SamplingParams, filter_logits, invert, uniform
+from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
+from tinkercloud_worker.torch_sampler.decode.token_choice import (
+    SamplingParams,
+    filter_logits,
+    invert,
+    uniform,
+)
 
 
 class PromptScorer:

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinkercloud_protocol.errors import NotFound
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.deltas import can_share_batch

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed, SharingRank
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass

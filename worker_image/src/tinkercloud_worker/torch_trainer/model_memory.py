@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.pass_memory import PeakMeter
 from tinkercloud_worker.lora.parameters import TensorLayout

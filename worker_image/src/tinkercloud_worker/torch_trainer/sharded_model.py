@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
 from tinkercloud_worker.engine.ranks import Sharding

@@ -16,16 +16,22 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import losses
 from tinkercloud_worker.custom_losses.uploaded import LossIsComputing
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
-from tinkercloud_worker.engine.thread import Batcher, Pause, PieceLimit, Pieces, run_through
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
+from tinkercloud_worker.engine.turns.engine_thread import (
+    Batcher,
+    Pause,
+    PieceLimit,
+    Pieces,
+    run_through,
+)
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.parameters import (
     TensorLayout,

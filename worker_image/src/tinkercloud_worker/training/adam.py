@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from typing_extensions import override
 
-from tinkercloud_protocol.capacity import HeadCapacity
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import ModelLimits
-from tinkercloud_worker.engine.thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     LossOutput,
@@ -31,6 +30,7 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
+from tinkercloud_worker.engine.turns.engine_thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.lora.parameters import is_zero, norm_of
 from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.paging import Models

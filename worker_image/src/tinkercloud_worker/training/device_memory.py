@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tinkercloud_protocol.capacity import HeadCapacity
+from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.pass_memory import PassMemory, PeakMeter
 from tinkercloud_worker.engine.memory_report import MemoryReport

@@ -5,8 +5,8 @@ from typing import Never
 
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.training.adam import AdamTrainer
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.launch import BaseModelSource
+from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
+from tinkercloud_protocol.heads.launch import BaseModelSource
 from tinkercloud_worker.checkpoints import formats, tensor_file
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.model.architecture import as_in_files

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import Overloaded
+from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.memory import Available, return_free_memory
 from tinkercloud_worker.engine.memory_report import ModelBytes, returning_refusal

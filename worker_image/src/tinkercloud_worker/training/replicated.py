@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.engine.ranks import Outline, RankTrainer, Sharding, Share

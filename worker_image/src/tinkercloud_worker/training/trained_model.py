@@ -9,7 +9,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tinkercloud_protocol.hyperparameters import LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.lora import adapters

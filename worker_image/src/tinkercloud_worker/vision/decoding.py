@@ -12,8 +12,8 @@ import numpy as np
 from PIL import ExifTags, Image
 from transformers.image_transforms import convert_to_rgb
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.images import ImagePart
+from tinkercloud_protocol.requests.image_files import ImagePart
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,

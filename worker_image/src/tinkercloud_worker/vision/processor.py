@@ -13,9 +13,9 @@ import numpy as np
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.images import IMAGE_MODEL_TYPES, ImagePart
-from tinkercloud_protocol.tensors import FloatArray, Int32Array
+from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES, ImagePart
+from tinkercloud_protocol.requests.tensors import FloatArray, Int32Array
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.vision.decoding import decode
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from tinkercloud_protocol.images import IMAGE_MODEL_TYPES
+from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
 from tinkercloud_worker.vision.masks import ImageMasks
 from tinkercloud_worker.vision.prepared import PreparedImage
 from tinkercloud_worker.vision.spans import (

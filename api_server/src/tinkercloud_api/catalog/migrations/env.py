@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from tinkercloud_api.catalog.tables import Table
+from tinkercloud_api.catalog.schema.tables import Table
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tinkercloud_protocol.checkpoints import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sglang.delivery import Delivery

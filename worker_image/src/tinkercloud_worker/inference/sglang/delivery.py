@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.inference.client import (
     InferenceClient,
     NotThere,

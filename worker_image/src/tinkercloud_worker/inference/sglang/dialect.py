@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import PromptScores, SampledSequence, TopLogprobs
-from tinkercloud_worker.engine.sampler import (
+from tinkercloud_protocol.requests.tensors import PromptScores, SampledSequence, TopLogprobs
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.engine.sampling.sampler_interface import (
     UNCHANGED,
     PromptLogprobParams,
     SamplingRequest,
@@ -30,12 +30,12 @@ from tinkercloud_worker.inference.dialect import (
     top_logprobs,
 )
 from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
-from tinkercloud_worker.inference.sglang.images import (
+from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_tokens, ranked
+from tinkercloud_worker.inference.sglang.sglang_images import (
     check_prompt,
     prompt_fields,
     reject_scoring,
 )
-from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_tokens, ranked
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 RELEASED = "+released"

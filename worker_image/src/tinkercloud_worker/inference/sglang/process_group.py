@@ -7,7 +7,7 @@ connection, or misses the deadline. So neither side waits longer than the timeou
 
 import asyncio
 
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError

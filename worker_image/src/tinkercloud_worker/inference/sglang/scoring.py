@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from tinkercloud_protocol.errors import InvalidRequest
-from tinkercloud_protocol.tensors import (
+from tinkercloud_protocol.requests.tensors import (
     EMPTY_TOP_LOGPROB,
     EMPTY_TOP_TOKEN,
     PromptScores,
     TopLogprobs,
 )
-from tinkercloud_worker.engine.sampler import PromptLogprobParams, SamplingRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    PromptLogprobParams,
+    SamplingRequest,
+)
 from tinkercloud_worker.inference.client import Json
 from tinkercloud_worker.inference.dialect import Ranked, top_logprobs
 

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import structlog
 
-from tinkercloud_protocol.checkpoints import FULL_WEIGHTS
-from tinkercloud_protocol.errors import InvalidRequest
+from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import (
     InferenceClient,

@@ -1,0 +1,109 @@
+"""Writes the audit log while requests are served.
+
+An entry is written before its request runs, so that no change can happen without one. Bodies are
+not recorded: they may contain secrets, and the API server does not read those of training requests.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from starlette.types import Scope
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.mutations import audited_event
+from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.schema.tables import ApiKey
+from tinkercloud_protocol.wire.asgi import Message, Send
+from tinkercloud_protocol.wire.errors import WireError
+
+log = structlog.get_logger(__name__)
+
+_MAX_PATH = 1024
+_PENDING = "no response yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Auditing:
+    """Records the requests that change something."""
+
+    entries: AuditLog
+    days: int
+    """How long entries are kept."""
+
+    async def recorded(self, principal: Principal, scope: Scope, send: Send) -> Send:
+        """Record a request before it runs.
+
+        Args:
+            principal: the caller, who knows the objects that the request used.
+            scope: the request.
+            send: receives its response (ASGI).
+
+        Returns:
+            What receives the response instead, and records its status.
+
+        Raises:
+            Unavailable: the entry could not be written; the request must not run.
+        """
+        method, path = scope["method"], scope["path"]
+        event = audited_event(method, path)
+        if event is None:
+            return send
+        details: dict[str, Any] = {
+            "method": method,
+            "path": path[:_MAX_PATH].replace("\0", ""),
+            "key_name": principal.key_name,
+            "role": str(principal.role),
+            "address": (scope.get("client") or ("",))[0],
+            "status": _PENDING,
+        }
+        # A signed URL stands for no key.
+        key_id = principal.key_id or None
+        number = await self.entries.begin(principal.owner, key_id, event, details)
+
+        async def send_recorded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                outcome = {**details, "status": message["status"]}
+                if principal.seen_projects:
+                    outcome["project_ids"] = sorted(principal.seen_projects)
+                if principal.named_objects:
+                    outcome["objects"] = sorted(principal.named_objects)
+                await self._finish(number, outcome)
+            await send(message)
+
+        return send_recorded
+
+    async def record_login(self, key: ApiKey, address: str) -> None:
+        """Record that a login has issued a key.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        details = {"key_name": key.name, "role": key.role, **_at_callback(address)}
+        await self.entries.begin(key.owner, key.id, "key_login", details)
+
+    async def record_logout(self, owner: str, address: str) -> None:
+        """Record that an account ends the keys of its logins, before they end.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        await self.entries.begin(owner, None, "key_logout", _at_callback(address))
+
+    async def forget(self, moment: datetime) -> None:
+        """Delete entries that are too old, or too many of their owner."""
+        await self.entries.forget(moment - timedelta(days=self.days))
+        await self.entries.forget_surplus()
+
+    async def _finish(self, number: int, details: dict[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(5):
+                await self.entries.finish(number, details)
+        except (WireError, TimeoutError) as error:
+            log.warning("the outcome of a request was not recorded", entry=number, error=str(error))
+
+
+def _at_callback(address: str) -> dict[str, Any]:
+    return {"method": "GET", "path": "/login/callback", "address": address, "status": 200}

@@ -1,0 +1,1 @@
+"""What administrators start by command: checks, plans, draining, rebuilding the catalog."""

@@ -1,0 +1,1 @@
+"""Rows about rights: keys, users, projects, and the audit log."""

@@ -1,0 +1,201 @@
+"""Owners as an administrator sees them: their limits of rights, keys and last use."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import and_, case, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from tinkercloud_api.catalog.access.project_rows import change_rights
+from tinkercloud_api.catalog.schema.statements import Statements
+from tinkercloud_api.catalog.schema.tables import ApiKey, ProjectMember, User, now
+from tinkercloud_protocol.wire.errors import Forbidden
+
+
+@dataclass(frozen=True, slots=True)
+class UserSummary:
+    """An owner, who has keys, an entry of its own, or a membership."""
+
+    name: str
+    role: str | None
+    """What its keys may do at most; None means what each key may."""
+    created_at: datetime | None
+    disabled_at: datetime | None
+    is_linked: bool
+    """Whether an OpenID account logs in as this owner."""
+    keys: int
+    """Number of keys that are neither revoked nor expired."""
+    last_used_at: datetime | None
+    projects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """A login of an account, and the key that it gets."""
+
+    subject: str
+    name: str
+    """The owner that it names when it logs in for the first time."""
+    role: str
+    kept_roles: frozenset[str]
+    """Keys of earlier logins with another role than these end."""
+    key_name: str
+    key_hash: str
+    expires_at: datetime
+
+
+MAX_LOGIN_KEYS = 10
+"""Valid keys from logins of one owner. The oldest ends when there is one more."""
+
+
+class UserStatements(Statements):
+    """A part of the catalog's queries, as `catalog.store` for everything else."""
+
+    async def user(self, name: str) -> User | None:
+        """Return the entry of an owner; None if it has none of its own."""
+        return await self._one(select(User).where(User.name == name))
+
+    async def add_user(self, name: str, role: str | None) -> User | None:
+        """Add an entry for an owner; None if it has one."""
+        async with self._writing() as db:
+            await change_rights(db)
+            if await db.get(User, name) is not None:
+                return None
+            row = User(name=name, role=role)
+            db.add(row)
+        return row
+
+    async def set_user_role(self, name: str, role: str | None) -> bool:
+        """Set what keys of an owner may do at most; return whether the owner is known."""
+        return await self._change_user(name, role=role)
+
+    async def set_disabled(self, name: str, disabled_at: datetime | None) -> bool:
+        """Refuse all keys of an owner, or (None) no longer; return whether the owner is known."""
+        return await self._change_user(name, disabled_at=disabled_at)
+
+    async def log_in(self, login: Login) -> ApiKey:
+        """Add a key for an account, and link the account to an owner the first time.
+
+        Raises:
+            Forbidden: the owner is disabled, or belongs to another account or to nobody's.
+        """
+        async with self._writing() as db:
+            await change_rights(db)
+            owner = await _owner_of(db, login)
+            row = ApiKey(
+                key_hash=login.key_hash,
+                name=login.key_name,
+                owner=owner,
+                role=login.role,
+                expires_at=login.expires_at,
+            )
+            db.add(row)
+            await db.flush()
+            earlier = select(ApiKey).where(
+                ApiKey.owner == owner,
+                ApiKey.name == login.key_name,
+                ApiKey.revoked_at.is_(None),
+                ApiKey.id != row.id,
+            )
+            keys = (await db.scalars(earlier.order_by(ApiKey.id.desc()))).all()
+            for place, key in enumerate(keys, start=1):
+                if place >= MAX_LOGIN_KEYS or key.role not in login.kept_roles:
+                    key.revoked_at = now()
+        return row
+
+    async def owner_of(self, subject: str) -> str | None:
+        """Return the owner as whom an account logs in; None if it has never logged in."""
+        async with self._reading() as db:
+            return await db.scalar(select(User.name).where(User.subject == subject))
+
+    async def revoke_keys_named(self, owner: str, name: str) -> None:
+        """Revoke all keys of an owner with a name, for the next request of all servers."""
+        is_left = and_(ApiKey.owner == owner, ApiKey.name == name, ApiKey.revoked_at.is_(None))
+        async with self._writing() as db:
+            await change_rights(db)
+            await db.execute(update(ApiKey).where(is_left).values(revoked_at=now()))
+
+    async def users(self) -> Sequence[UserSummary]:
+        """Return all owners that have a key, an entry of their own or a project, by name."""
+        moment = now()
+        is_valid = ApiKey.revoked_at.is_(None) & or_(
+            ApiKey.expires_at.is_(None), ApiKey.expires_at > moment
+        )
+        keys = select(
+            ApiKey.owner, func.sum(case((is_valid, 1), else_=0)), func.max(ApiKey.last_used_at)
+        ).group_by(ApiKey.owner)
+        counts = select(ProjectMember.owner, func.count()).group_by(ProjectMember.owner)
+        async with self._reading() as db:
+            entries = {row.name: row for row in (await db.scalars(select(User))).all()}
+            of_keys = {owner: (int(n), used) for owner, n, used in await db.execute(keys)}
+            of_projects = {row[0]: int(row[1]) for row in await db.execute(counts)}
+        found = []
+        for name in sorted({*entries, *of_keys, *of_projects}):
+            row, (valid, used) = entries.get(name), of_keys.get(name, (0, None))
+            found.append(
+                UserSummary(
+                    name=name,
+                    role=row.role if row is not None else None,
+                    created_at=row.created_at if row is not None else None,
+                    disabled_at=row.disabled_at if row is not None else None,
+                    is_linked=row is not None and row.subject is not None,
+                    keys=valid,
+                    last_used_at=used,
+                    projects=of_projects.get(name, 0),
+                )
+            )
+        return found
+
+    async def keys_of(self, owner: str) -> Sequence[ApiKey]:
+        """Return all keys of an owner, oldest first."""
+        return await self._all(select(ApiKey).where(ApiKey.owner == owner).order_by(ApiKey.id))
+
+    async def _change_user(self, name: str, **values: object) -> bool:
+        async with self._writing() as db:
+            await change_rights(db)
+            if not await _is_known(db, name):
+                return False
+            row = await db.get(User, name)
+            if row is None:
+                db.add(User(name=name, **values))
+            else:
+                await db.execute(update(User).where(User.name == name).values(**values))
+        return True
+
+
+async def _is_known(db: AsyncSession, name: str) -> bool:
+    queries = (
+        select(User.name).where(User.name == name),
+        select(ApiKey.owner).where(ApiKey.owner == name),
+        select(ProjectMember.owner).where(ProjectMember.owner == name),
+    )
+    return any([await db.scalar(query.limit(1)) is not None for query in queries])
+
+
+async def _owner_of(db: AsyncSession, login: Login) -> str:
+    """Return the owner of an account, after linking them if the account is new.
+
+    An owner that has keys, but no entry, was made by an administrator for somebody else.
+
+    Raises:
+        Forbidden: the owner is disabled, or is not this account's.
+    """
+    user = await db.scalar(select(User).where(User.subject == login.subject))
+    if user is None:
+        user = await db.get(User, login.name)
+        has_keys = select(ApiKey.id).where(ApiKey.owner == login.name).limit(1)
+        if user is not None and user.subject is not None:
+            raise Forbidden(f"the owner {login.name!r} belongs to another account")
+        if user is None and await db.scalar(has_keys) is not None:
+            raise Forbidden(
+                f"the owner {login.name!r} has keys already; to link it to this account, an"
+                f" administrator runs `tinkercloud users create {login.name}`"
+            )
+        if user is None:
+            user = User(name=login.name)
+            db.add(user)
+        user.subject = login.subject
+    if user.disabled_at is not None:
+        raise Forbidden(f"the owner {user.name!r} is disabled; ask an administrator to enable it")
+    return user.name

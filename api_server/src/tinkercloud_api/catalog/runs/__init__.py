@@ -1,0 +1,1 @@
+"""Rows about sessions, runs, samplers and programs."""

@@ -1,0 +1,86 @@
+"""Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import func, or_, select
+
+from tinkercloud_api.catalog.schema.statements import Page, Statements
+from tinkercloud_api.catalog.schema.tables import Checkpoint, Session, TrainingRun
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """What the checkpoints of an owner occupy."""
+
+    owner: str
+    checkpoints: int
+    size_bytes: int
+
+
+class Counts(Statements):
+    """A part of the catalog's queries."""
+
+    async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
+        """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
+        size = func.sum(Checkpoint.size_bytes)
+        query = select(Checkpoint.owner, func.count(), size).group_by(Checkpoint.owner)
+        query = query.where(Checkpoint.size_bytes.is_not(None))
+        if owner is not None:
+            query = query.where(Checkpoint.owner == owner)
+        ordered = query.order_by(size.desc(), Checkpoint.owner)
+        async with self._reading() as db:
+            rows = (await db.execute(ordered.offset(page.offset).limit(page.limit))).all()
+        return [Storage(name, count, int(size or 0)) for name, count, size in rows]
+
+    async def count_runs_named(self, run_ids: Collection[str], owner: str | None) -> int:
+        """Return how many of these runs exist and were not deleted.
+
+        Args:
+            run_ids: ids of runs.
+            owner: owner of the runs to count; None means all owners.
+        """
+        query = select(func.count()).where(
+            TrainingRun.id.in_(run_ids), TrainingRun.deleted_at.is_(None)
+        )
+        if owner is not None:
+            query = query.where(TrainingRun.owner == owner)
+        async with self._reading() as db:
+            return await db.scalar(query) or 0
+
+    async def runs_named(self, run_ids: Collection[str], owner: str) -> Sequence[TrainingRun]:
+        """Return those of these runs that belong to an owner."""
+        query = select(TrainingRun).where(TrainingRun.id.in_(run_ids), TrainingRun.owner == owner)
+        return await self._all(query)
+
+    async def count_active_sessions(self, since: datetime, owner: str | None) -> int:
+        """Return the number of open sessions with a heartbeat or a request since a time."""
+        is_used = select(TrainingRun.id).where(
+            TrainingRun.session_id == Session.id, TrainingRun.last_request_at >= since
+        )
+        query = select(func.count()).where(
+            Session.finished_at.is_(None),
+            or_(Session.last_heartbeat_at >= since, is_used.exists()),
+        )
+        if owner is not None:
+            query = query.where(Session.owner == owner)
+        async with self._reading() as db:
+            return await db.scalar(query) or 0
+
+    async def open_session(self, owner: str, sdk_version: str) -> Session | None:
+        """Return an owner's oldest open session that this client created, outside of projects.
+
+        In a project, others could use it, and the owner may no longer be a member.
+        """
+        query = select(Session).where(
+            Session.owner == owner,
+            Session.sdk_version == sdk_version,
+            Session.project.is_(None),
+            Session.finished_at.is_(None),
+        )
+        return await self._one(query.order_by(Session.created_at, Session.id).limit(1))
+
+    async def ensure_session(self, session: Session) -> Session:
+        """Record a session; if the id exists, return the existing row."""
+        return await self._insert(session, select(Session).where(Session.id == session.id))

@@ -1,0 +1,1 @@
+"""The ledger of usage, and billing calls that read it."""

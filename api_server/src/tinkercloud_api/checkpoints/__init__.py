@@ -1,0 +1,1 @@
+"""Checkpoints and deferred requests in the object store, and their index in the catalog."""

@@ -1,0 +1,212 @@
+"""`tinkercloud checkpoints`: list, export, import and delete the checkpoints of a server."""
+
+import asyncio
+import json
+import shutil
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import aiohttp
+import typer
+
+from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import CheckpointPath
+
+app = typer.Typer(
+    help="List, export, import and delete checkpoints of a running server.", no_args_is_help=True
+)
+
+_COMPLETE = "checkpoint_complete"
+"""Empty file at the end of a complete archive."""
+_PART_BYTES = 1 << 20
+_UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size_bytes", "is_received", "expires"]
+_COLUMNS = ["path", "type", "base model", "bytes", "saved", "expires", "public"]
+
+PathArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="Path of the checkpoint: tinker://...")
+]
+
+
+@app.command("list")
+def list_checkpoints(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1000, help="Maximum number of checkpoints to list.")
+    ] = 100,
+    *,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List the checkpoints of all owners (admins only).")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List checkpoints, newest first."""
+    scope = "accessible" if everybody else "owned"
+    answer = request("GET", base_url, api_key, f"checkpoints?limit={limit}&access_scope={scope}")
+    found: list[dict[str, Any]] = answer["checkpoints"]
+    show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
+
+
+def _row(checkpoint: dict[str, Any]) -> dict[str, object]:
+    return {
+        "path": checkpoint["tinker_path"],
+        "type": checkpoint["checkpoint_type"],
+        "base model": checkpoint.get("base_model") or "",
+        "bytes": checkpoint["size_bytes"],
+        "saved": checkpoint["time"],
+        "expires": checkpoint.get("expires_at") or "never",
+        "public": "yes" if checkpoint["public"] else "no",
+    }
+
+
+@app.command("delete")
+def delete_checkpoints(
+    paths: Annotated[
+        list[str], typer.Argument(metavar="PATH...", help="Paths of checkpoints: tinker://...")
+    ],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+) -> None:
+    """Delete checkpoints."""
+    for url in [_url_of(path) for path in paths]:
+        request("DELETE", base_url, api_key, url)
+
+
+@app.command("export")
+def export_checkpoint(
+    path: PathArgument,
+    folder: Annotated[Path, typer.Argument(help="Folder to create; it may exist if it is empty.")],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+) -> None:
+    """Download the weights of a checkpoint, of an adapter as a PEFT folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(f"{folder} exists and is not an empty folder; choose another one")
+    answer = request("GET", base_url, api_key, f"{_url_of(path)}/archive")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as temporary:
+        archive, unpacked = Path(temporary) / "archive.tar", Path(temporary) / "files"
+        asyncio.run(_download(answer["url"], archive))
+        names = _unpack(archive, unpacked)
+        folder.mkdir(exist_ok=True)
+        for name in names:
+            shutil.move(unpacked / name, folder / name)
+            typer.echo(str(folder / name))
+
+
+async def _download(url: str, target: Path) -> None:
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
+    try:
+        async with aiohttp.ClientSession(timeout=limits) as client, client.get(url) as response:
+            if response.status != 200:
+                fail(f"{response.status}: {(await response.text())[:500]}")
+            with target.open("wb") as file:
+                async for part in response.content.iter_chunked(_PART_BYTES):
+                    file.write(part)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        fail(f"the download failed ({str(error) or type(error).__name__}); repeat the command")
+
+
+def _unpack(archive: Path, folder: Path) -> list[str]:
+    """Unpack a complete archive and return the names of its files."""
+    try:
+        with tarfile.open(archive) as opened:
+            names = opened.getnames()
+            if _COMPLETE not in names:
+                fail("the download is incomplete; repeat the command")
+            opened.extractall(folder, filter="data")
+    except tarfile.TarError as error:
+        fail(f"the downloaded archive can't be read ({error}); repeat the command")
+    return [name for name in names if name != _COMPLETE]
+
+
+@app.command("import")
+def import_adapter(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of an adapter of Hugging Face PEFT.")
+    ],
+    *,
+    api_key: ApiKey,
+    base_model: Annotated[str, typer.Option(help="Base model of the adapter, as it is served.")],
+    base_url: BaseUrl = None,
+    name: Annotated[str, typer.Option(help="Name of the checkpoint.")] = "imported",
+    owner: Annotated[
+        str | None,
+        typer.Option(help="Owner of the checkpoint (admins only). Default: the key's owner."),
+    ] = None,
+    ttl_seconds: Annotated[
+        int | None, typer.Option(help="Seconds until it expires. Default: never.")
+    ] = None,
+) -> None:
+    """Import an adapter of Hugging Face PEFT as a training checkpoint, and print its path."""
+    fields = {
+        "base_model": base_model,
+        "adapter_config": _config_of(folder),
+        "size_bytes": (folder / ADAPTER_WEIGHTS).stat().st_size,
+        "name": name,
+        "owner": owner,
+        "ttl_seconds": ttl_seconds,
+    }
+    body = {field: value for field, value in fields.items() if value is not None}
+    upload = request("POST", base_url, api_key, "checkpoints/uploads", body)
+    target = f"checkpoints/uploads/{upload['upload_id']}"
+    try:
+        request("PUT", base_url, api_key, f"{target}/{ADAPTER_WEIGHTS}", folder / ADAPTER_WEIGHTS)
+        finished = request("POST", base_url, api_key, f"{target}/finish", {})
+    except typer.Exit:
+        # Others of the owner would wait until it expires. The server ends some by itself.
+        unfinished = request("GET", base_url, api_key, "checkpoints/uploads")["uploads"]
+        if any(each["upload_id"] == upload["upload_id"] for each in unfinished):
+            request("DELETE", base_url, api_key, target)
+        raise
+    typer.echo(finished["tinker_path"])
+
+
+@app.command("uploads")
+def list_uploads(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    delete: Annotated[
+        list[str] | None,
+        typer.Option(metavar="UPLOAD", help="Id of an upload to delete first. Can be repeated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List unfinished uploads of adapters, oldest first."""
+    for upload_id in delete or []:
+        request("DELETE", base_url, api_key, f"checkpoints/uploads/{quote(upload_id)}")
+    found: list[dict[str, Any]] = request("GET", base_url, api_key, "checkpoints/uploads")[
+        "uploads"
+    ]
+    show(found, _UPLOAD_COLUMNS, as_json=as_json)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
+        if not (folder / file).is_file():
+            fail(
+                f"{folder / file} does not exist; expected the folder of an adapter that PEFT saved"
+                " with safe_serialization=True"
+            )
+    try:
+        content = json.loads((folder / ADAPTER_CONFIG).read_bytes())
+    except ValueError as error:
+        fail(f"{folder / ADAPTER_CONFIG} is not JSON: {error}")
+    if not isinstance(content, dict):
+        fail(f"{folder / ADAPTER_CONFIG}: expected a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _url_of(path: str) -> str:
+    try:
+        parsed = CheckpointPath.parse(path)
+    except InvalidRequest as error:
+        fail(error.message)
+    run_id = quote(parsed.run_id, safe=":")
+    return f"training_runs/{run_id}/checkpoints/{quote(parsed.checkpoint_id)}"

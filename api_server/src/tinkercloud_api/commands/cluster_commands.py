@@ -1,0 +1,99 @@
+"""`tinkercloud cluster`: checks whether a cluster is ready for the chart."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import structlog
+import typer
+import yaml
+
+from tinkercloud_api.commands.shared import Json, fail, read_settings, show
+
+if TYPE_CHECKING:
+    from tinkercloud_api.cluster_check.findings import Finding
+    from tinkercloud_api.cluster_check.values import Release
+
+app = typer.Typer(help="Check the Kubernetes cluster of KUBECONFIG.", no_args_is_help=True)
+
+_FIELD_MANAGER = "tinkercloud-cluster-check"
+_COLUMNS = ["result", "check", "detail", "remedy"]
+
+
+@app.command("check")
+def check_cluster(
+    values: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="File with values of the chart, as for `helm install`. Can be repeated; later"
+            " files override earlier ones."
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "--namespace",
+            "-n",
+            help="Namespace of the release. Default: the namespace setting.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Check whether a cluster is ready for the chart, before or after `helm install`.
+
+    Uses the cluster of KUBECONFIG with your permissions, and changes nothing. Each result is ok, a
+    warning or a problem with its remedy. Exits with status 1 if there is a problem.
+    """
+    # Kubernetes' client takes half a second to load, which other commands need not.
+    from tinkercloud_api.cluster_check.findings import Finding, Level  # noqa: PLC0415
+    from tinkercloud_api.cluster_check.values import release_of  # noqa: PLC0415
+    from tinkercloud_kube.errors import KubernetesError  # noqa: PLC0415
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    release = release_of([_read(path) for path in values or []])
+    where = namespace or read_settings().namespace
+    try:
+        findings = asyncio.run(_examine(where, release))
+    except KubernetesError as error:
+        remedy = "set KUBECONFIG to the kubeconfig of a cluster that answers `kubectl version`"
+        findings = [Finding("cluster", Level.PROBLEM, str(error), remedy)]
+    if as_json:
+        show([each.as_row() for each in findings], _COLUMNS, as_json=True)
+    else:
+        for each in findings:
+            typer.echo(_line(each))
+    if any(each.level is Level.PROBLEM for each in findings):
+        raise typer.Exit(1)
+
+
+async def _examine(namespace: str, release: "Release") -> "list[Finding]":
+    from tinkercloud_api.cluster_check.checks import examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.cluster_check.reading import read_facts  # noqa: PLC0415
+    from tinkercloud_kube.client import Client  # noqa: PLC0415
+    from tinkercloud_protocol.heads.releases import this_release  # noqa: PLC0415
+
+    client = await Client.connect(namespace, _FIELD_MANAGER)
+    try:
+        facts = await read_facts(client, release)
+    finally:
+        await client.close()
+    return list(examine(facts, release, this_release()))
+
+
+def _line(finding: "Finding") -> str:
+    """Return a result as text: its remedy is on a line of its own."""
+    line = f"{finding.level.value:8} {finding.check}: {finding.detail}"
+    return f"{line}\n{'':8} -> {finding.remedy}" if finding.remedy else line
+
+
+def _read(path: Path) -> Any:  # noqa: ANN401 - any YAML
+    """Return the content of a values file, or exit with an error that names it."""
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        fail(f"--values: cannot read {path} ({error.strerror}); name an existing file")
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        fail(f"--values: {path} is not YAML: {error}")

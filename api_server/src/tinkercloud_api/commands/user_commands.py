@@ -1,0 +1,146 @@
+"""`tinkercloud users`: the owners in this machine's catalog, and what their keys may do."""
+
+from typing import Annotated, Any
+
+import typer
+
+from tinkercloud_api.access.auth import Role
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.commands.local_catalog import (
+    Change,
+    StateDir,
+    change_catalog,
+    moment_of,
+    with_catalog,
+)
+from tinkercloud_api.commands.shared import Json, fail, show
+
+app = typer.Typer(help="Manage the owners of keys in this machine's catalog.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the owner, as shown by `users list`.")]
+
+
+@app.command("list")
+def list_users(state_dir: StateDir = None, *, as_json: Json = False) -> None:
+    """List all owners: those with a key, a project, or an entry made by `users create`."""
+    rows = [
+        {
+            "name": user.name,
+            "role": user.role or "",
+            "state": "enabled" if user.disabled_at is None else "disabled",
+            "keys": user.keys,
+            "projects": user.projects,
+            "login": "OpenID" if user.is_linked else "",
+            "last used": moment_of(user.last_used_at),
+            "disabled": moment_of(user.disabled_at),
+        }
+        for user in with_catalog(state_dir, Catalog.users)
+    ]
+    columns = ["name", "role", "state", "keys", "projects", "login", "last used"]
+    show(rows, columns, as_json=as_json)
+
+
+@app.command("create")
+def create_user(
+    name: Annotated[str, typer.Argument(help="Name of the owner.")],
+    role: Annotated[
+        Role | None,
+        typer.Option(
+            help="What keys of the owner may do at most. Default: what each key may.",
+            show_default=False,
+        ),
+    ] = None,
+    state_dir: StateDir = None,
+) -> None:
+    """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
+    change = Change("user_create", ["users", "create", name, "--role", role or "none"])
+    if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:
+        fail(f"{name!r} has an entry already; see `tinkercloud users show {name}`")
+
+
+@app.command("show")
+def show_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) -> None:
+    """Show an owner's keys, their last use, and the owner's projects."""
+
+    async def read(catalog: Catalog) -> dict[str, Any] | None:
+        found = [user for user in await catalog.users() if user.name == name]
+        if not found:
+            return None
+        keys, projects = await catalog.keys_of(name), await catalog.memberships(name)
+        return {"user": found[0], "keys": keys, "projects": projects}
+
+    found = with_catalog(state_dir, read)
+    if found is None:
+        fail(_unknown(name))
+    user = found["user"]
+    rows = [
+        {
+            "kind": "key",
+            "id": key.id,
+            "name": key.name,
+            "role": key.role,
+            "created": moment_of(key.created_at),
+            "last used": moment_of(key.last_used_at),
+            "ends": moment_of(key.revoked_at or key.expires_at),
+        }
+        for key in found["keys"]
+    ]
+    rows += [
+        {
+            "kind": "project",
+            "id": project,
+            "name": "",
+            "role": role,
+            "created": "",
+            "last used": "",
+            "ends": "",
+        }
+        for project, role in sorted(found["projects"].items())
+    ]
+    if not as_json:
+        typer.echo(f"role: {user.role or 'that of each key'}")
+        typer.echo(f"disabled: {moment_of(user.disabled_at) or 'no'}")
+        typer.echo(f"OpenID login: {'yes' if user.is_linked else 'no'}")
+    show(rows, ["kind", "id", "name", "role", "created", "last used", "ends"], as_json=as_json)
+
+
+@app.command("set-role")
+def set_role(
+    name: Name,
+    role: Annotated[
+        str,
+        typer.Argument(
+            help="What keys of the owner may do at most: admin, user, read-only, or `none` for"
+            " what each key may."
+        ),
+    ],
+    state_dir: StateDir = None,
+) -> None:
+    """Limit what all keys of an owner may do, from their next request on."""
+    if role not in {*Role, "none"}:
+        fail(f"role: expected one of {', '.join(Role)} or none, got {role!r}")
+    limit = None if role == "none" else role
+    change = Change("user_role_set", ["users", "set-role", name, role])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
+        fail(_unknown(name))
+
+
+@app.command("disable")
+def disable_user(name: Name, state_dir: StateDir = None) -> None:
+    """Refuse all keys of an owner from now on, on all servers. Its runs and checkpoints stay."""
+    change = Change("user_disable", ["users", "disable", name])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, now())):
+        fail(_unknown(name))
+
+
+@app.command("enable")
+def enable_user(name: Name, state_dir: StateDir = None) -> None:
+    """Accept the keys of a disabled owner again."""
+    change = Change("user_enable", ["users", "enable", name])
+    if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
+        fail(_unknown(name))
+
+
+def _unknown(name: str) -> str:
+    return f"no owner is named {name!r}; see `tinkercloud users list`"

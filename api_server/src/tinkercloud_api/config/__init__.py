@@ -1,0 +1,1 @@
+"""Settings, the state folder, logs and metrics of the API server."""

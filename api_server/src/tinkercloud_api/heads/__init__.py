@@ -1,0 +1,1 @@
+"""Session heads as the API server uses them: finding, calling and forwarding to them."""

@@ -1,0 +1,70 @@
+"""Calls that create and delete the objects of a session head."""
+
+import aiohttp
+
+from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavailable
+
+HEAD_CALL_SECONDS = 30.0
+"""Timeout of a call that does not compute."""
+
+
+class HeadCalls:
+    """Idempotent calls to any head. Belongs to one event loop."""
+
+    def __init__(self, provider: SessionProvider, client: aiohttp.ClientSession) -> None:
+        self._provider = provider
+        self._client = client
+
+    async def put(self, endpoint: HeadEndpoint, path: str, body: str, seconds: float) -> None:
+        """Create or replace an object of a head.
+
+        Raises:
+            Unavailable: the head did not respond.
+            InvalidRequest: it rejects the object.
+            StateLost: it lost the object's state.
+        """
+        await self._call("PUT", endpoint, path, body, seconds)
+
+    async def delete(
+        self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]
+    ) -> None:
+        """Delete an object of a head, unless the head is one of `unresponsive`.
+
+        Raises:
+            Unavailable: the head did not respond; it is then one of `unresponsive`.
+        """
+        if endpoint in unresponsive:
+            raise Unavailable("the session head did not respond to an earlier call")
+        try:
+            await self._call("DELETE", endpoint, path, None, HEAD_CALL_SECONDS)
+        except Unavailable:
+            unresponsive.add(endpoint)
+            raise
+
+    async def _call(
+        self, method: str, endpoint: HeadEndpoint, path: str, body: str | None, seconds: float
+    ) -> None:
+        try:
+            async with self._client.request(
+                method,
+                endpoint.url + path,
+                data=body,
+                headers={
+                    routes.HEAD_TOKEN_HEADER: endpoint.token,
+                    routes.GENERATION_HEADER: endpoint.generation,
+                },
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as response:
+                if response.status == routes.WRONG_GENERATION_STATUS:
+                    self._provider.invalidate(endpoint)
+                rejection = {400: InvalidRequest, 410: StateLost}.get(response.status)
+                if rejection is not None:
+                    raise rejection(str((await response.json())["detail"]))
+                response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(
+                f"the session head did not respond ({str(error) or type(error).__name__}); send"
+                " the request again"
+            ) from None

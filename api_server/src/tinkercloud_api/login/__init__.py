@@ -1,0 +1,1 @@
+"""Login of browsers with an OpenID provider."""

@@ -1,0 +1,1 @@
+"""Session heads and programs on Kubernetes."""

@@ -1,0 +1,483 @@
+"""Session heads as pods: creates a TrainingSession per run, for which the operator runs the pods.
+
+All state here can be restored from the resource, the catalog and the session's Secret, so any
+replica can serve any request. The provider creates and annotates the resource and reads it from an
+informer's copy; the status is written by the operator alone.
+
+A run is served by its own session, or by a session declared in Git to which its client attached.
+Samplers of a base model or of a saved checkpoint are served by a running session of the same owner
+and base model, or else by a session that all such samplers of the owner share. If the BaseModel has
+a pool, the pods are those of a pool cluster, on which the operator gives the session a place.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+
+import structlog
+from pydantic import ValidationError
+
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    HeadFailed,
+    Pending,
+    Placement,
+    RecordUsage,
+    ServedModel,
+    unknown_base_model,
+)
+from tinkercloud_api.providers.cluster import session_spec
+from tinkercloud_api.providers.cluster.cluster_errors import wire_error
+from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints, HeadUnresponsive
+from tinkercloud_api.providers.cluster.session_activity import ActivityAnnotator
+from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
+from tinkercloud_api.providers.cluster.session_status import (
+    BaseModelView,
+    Ended,
+    Readiness,
+    Ready,
+    TrainingSessionView,
+    read_base_model,
+    read_session,
+    readable,
+    readiness,
+)
+from tinkercloud_api.providers.cluster.tenant_watch import KnownTenants
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.providers.model_names import with_aliases
+from tinkercloud_api.providers.served_models import served_model
+from tinkercloud_crds import labels
+from tinkercloud_crds.quota_fields import Tenant
+from tinkercloud_crds.tenant import TenantUsage
+from tinkercloud_crds.training_session import SERVING_ROLES
+from tinkercloud_kube import errors
+from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.informer import Informer, pause_seconds
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, StateLost, Unavailable
+from tinkercloud_protocol.wire.json_model import describe
+
+log = structlog.get_logger(__name__)
+
+
+class KubernetesProvider:
+    """Implements `providers.base.SessionProvider`."""
+
+    def __init__(
+        self,
+        namespace: str,
+        models_dir: Path | None,
+        aliases: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Create a provider; `start` connects it.
+
+        Args:
+            namespace: namespace of the resources.
+            models_dir: folder with the mounted volumes of models, each under its claim's name.
+            aliases: names of base models by alias; those that are not served have no effect.
+        """
+        self._aliases = aliases
+        self._namespace = namespace
+        self._models_dir = models_dir
+        self._samplers: dict[tuple[str, str], str] = {}
+        """TrainingSession that serves the samplers of an owner and base model. It is used for as
+        long as it is ready, because its head holds the results of sampling requests."""
+        self._last_errors: dict[str, str] = {}
+        """Error of the last failed step of `acquire`, by name of the TrainingSession."""
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def start(self, record_usage: RecordUsage) -> None:
+        """See `SessionProvider.start`. Returns when all objects have been listed."""
+        self._api = await Client.connect(self._namespace, labels.API_FIELD_MANAGER)
+        self._client = open_client()
+        self._sessions = Informer(
+            self._api, "TrainingSession", readable(read_session), self._forget
+        )
+        self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
+        self._durability = DurabilityAnnotator(self._api, self._sessions.objects)
+        self._endpoints = HeadEndpoints(self._api, self._client, record_usage, self._durability)
+        self._activity_annotator = ActivityAnnotator(self._api)
+        self._tenants = KnownTenants(self._api)
+        for run in (self._sessions.run, self._base_models.run, self._tenants.run):
+            self._watching.append(asyncio.create_task(run()))
+        log.info("waiting for the Kubernetes API", namespace=self._namespace)
+        await self._sessions.is_filled.wait()
+        await self._base_models.is_filled.wait()
+
+    async def stop(self) -> None:
+        """See `SessionProvider.stop`. Sessions keep running for other replicas and processes."""
+        for task in self._watching:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        await self._activity_annotator.stop()
+        await self._durability.stop()
+        await self._endpoints.stop()
+        await self._client.close()
+        await self._api.close()
+
+    @property
+    def api(self) -> Client:
+        """The connection to Kubernetes."""
+        return self._api
+
+    @property
+    def sessions(self) -> Informer[TrainingSessionView]:
+        """All TrainingSessions."""
+        return self._sessions
+
+    def models(self) -> list[ServedModel]:
+        """See `SessionProvider.models`."""
+        offered = {model.spec.model_name: model for model in self._offered()}
+        served = [
+            served_model(model.spec, self._models_dir) for _, model in sorted(offered.items())
+        ]
+        return with_aliases(served, self._aliases)
+
+    def _offered(self) -> list[BaseModelView]:
+        """Return the offered BaseModels in descending order of name.
+
+        If two offer the same model name, the last one, with the smaller object name, is used.
+        """
+        ordered = sorted(self._base_models.objects(), key=lambda model: model.name, reverse=True)
+        return [model for model in ordered if model.is_offered]
+
+    def base_model(self, name: str) -> BaseModelView | None:
+        """Return the offered BaseModel of a model name, if there is one."""
+        found = [model for model in self._offered() if model.spec.model_name == name]
+        return found[-1] if found else None
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants.all()
+
+    async def tenant_usage(self, tenant: Tenant) -> TenantUsage:
+        """Return what a tenant uses of its limits, as the operator has last written it."""
+        return self._tenants.usage(tenant.name)
+
+    async def admit(self, placement: Placement) -> ModelSpec:
+        """See `SessionProvider.admit`."""
+        assert placement.model is not None  # noqa: S101 - only runs are admitted
+        if placement.options.session is not None:
+            return session_spec.attached_model(placement, await self._confirmed(placement))
+        base_model = self.base_model(placement.base_model)
+        if base_model is None:
+            raise InvalidRequest(unknown_base_model(placement.base_model, self.models()))
+        session_spec.check_options(placement, base_model)
+        session_spec.training_session(placement, base_model, datetime.now(UTC))
+        return placement.model
+
+    def find(self, placement: Placement) -> HeadEndpoint | None:
+        """See `SessionProvider.find`."""
+        session = self._session(placement)
+        if session is None or not _belongs(session, placement):
+            return None
+        serving, state = self._state(session)
+        for used in {session.name: session, serving.name: serving}.values():
+            self._activity_annotator.touch(used)
+        return self._endpoints.cached(serving, state) if isinstance(state, Ready) else None
+
+    def _state(self, session: TrainingSessionView) -> tuple[TrainingSessionView, Readiness]:
+        """Return the session whose pods serve a session, and the readiness.
+
+        A session without pods of its own is served by its pool cluster. Endpoints belong to the
+        cluster and its head's process, so one of an earlier cluster or process is never used.
+        """
+        cluster = self._cluster_of(session)
+        return cluster or session, readiness(session, cluster)
+
+    def _cluster_of(self, session: TrainingSessionView | None) -> TrainingSessionView | None:
+        """Return the pool cluster that serves a session, if it has one that exists."""
+        name = session.spec.pool_cluster if session is not None else None
+        cluster = self._sessions.get(name) if name is not None else None
+        is_pool = cluster is not None and cluster.spec.role in SERVING_ROLES
+        return cluster if is_pool else None
+
+    def _session(self, placement: Placement) -> TrainingSessionView | None:
+        if placement.model is None:
+            return self._session_of_samplers(placement)
+        return self._sessions.get(_name(placement))
+
+    def _session_of_samplers(self, placement: Placement) -> TrainingSessionView | None:
+        """Return the session that was used before if it is ready, else the oldest ready one."""
+        key = (placement.owner, placement.base_model)
+        chosen = self._sessions.get(self._samplers.get(key, ""))
+        if chosen is not None and self._is_ready(chosen):
+            return chosen
+        serving = [
+            session
+            for session in self._sessions.objects()
+            if (session.spec.owner, session.spec.base_model) == key
+            and session.spec.role not in SERVING_ROLES
+            and self._is_ready(session)
+        ]
+        if not serving:
+            return self._sessions.get(_name(placement))
+        oldest = min(serving, key=lambda session: (session.created_at, session.name))
+        self._samplers[key] = oldest.name
+        return oldest
+
+    def _is_ready(self, session: TrainingSessionView) -> bool:
+        return isinstance(self._state(session)[1], Ready)
+
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
+        """See `SessionProvider.acquire`. Each iteration is one step towards a ready session."""
+        failures = 0
+        while True:
+            session = self._session(placement)
+            name = session.name if session is not None else _name(placement)
+            cluster = self._cluster_of(session)
+            try:
+                endpoint = await self._step(placement, session)
+            except (errors.Unavailable, errors.Conflict, HeadUnresponsive) as error:
+                failures += 1
+                self._last_errors[name] = str(error)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_seconds(failures)):
+                        await self._changed(name, session, cluster)
+                continue
+            except errors.KubernetesError as error:
+                raise wire_error(error) from None
+            except Unavailable as error:
+                # Polls for results report it as what they wait for.
+                self._last_errors[name] = error.message
+                raise
+            self._last_errors.pop(name, None)
+            if endpoint is not None:
+                return endpoint
+            failures = 0
+            await self._changed(name, session, cluster)
+
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`."""
+        session = self._session(placement)
+        name = session.name if session is not None else _name(placement)
+        await self._changed(name, session, self._cluster_of(session))
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: a run in a pool may have been moved meanwhile."""
+        known, now = self._session(placement), await self._read(_name(placement))
+        if known is None or now is None:
+            return
+        if (known.spec.pool_cluster, known.moving_to) != (now.spec.pool_cluster, now.moving_to):
+            raise Unavailable(
+                f"TrainingSession {known.name} is being moved to another pool cluster; send the"
+                " request again"
+            )
+
+    async def _changed(
+        self, name: str, session: TrainingSessionView | None, cluster: TrainingSessionView | None
+    ) -> None:
+        """Wait until a session, or the pool cluster that serves it, differs from what it was."""
+        waiting = [asyncio.create_task(self._sessions.changed(name, session))]
+        if cluster is not None:
+            changed = self._sessions.changed(cluster.name, cluster)
+            waiting.append(asyncio.create_task(changed))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def _step(
+        self, placement: Placement, session: TrainingSessionView | None
+    ) -> HeadEndpoint | None:
+        """Perform the next step for a session; return its endpoint if it is ready."""
+        if session is None:
+            await self._create(placement)
+            return None
+        if not _belongs(session, placement):
+            raise HeadFailed(
+                f"TrainingSession {session.name} already belongs to {session.spec.model_id!r},"
+                f" whose name collides with that of {placement.target!r}; create another run"
+            )
+        serving, state = self._state(session)
+        if isinstance(state, Ready):
+            self._activity_annotator.touch(session)
+            return await self._endpoints.resolve(serving, state)
+        if isinstance(state, Ended):
+            await self._replace(placement, session, state)
+            return None
+        self._activity_annotator.wake(session)
+        return None
+
+    async def _create(self, placement: Placement) -> None:
+        if placement.options.session is not None:
+            raise StateLost(f"TrainingSession {placement.options.session} no longer exists")
+        base_model = self.base_model(placement.base_model)
+        if base_model is None:
+            raise NotFound(unknown_base_model(placement.base_model, self.models()))
+        manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))
+        with suppress(errors.AlreadyExists):
+            await self._api.create(manifest, is_strict=True)
+        log.info("TrainingSession created", session=_name(placement), target=placement.target)
+
+    async def _replace(
+        self, placement: Placement, session: TrainingSessionView, state: Ended
+    ) -> None:
+        """Delete an ended session that never ran, or that can be replaced (samplers).
+
+        A session that was reported to its client as failed must not start later.
+        """
+        if not isinstance(state.error, StateLost):
+            await self._withdraw(placement, session)
+            raise state.error
+        if placement.model is not None:
+            raise state.error
+        if not session.is_deleted:
+            await self._delete(session)
+
+    async def _withdraw(self, placement: Placement, session: TrainingSessionView) -> None:
+        """Delete a failed session, unless it has run or was declared by somebody else."""
+        is_declared = placement.options.session is not None
+        if is_declared or session.is_deleted or session.incarnation is not None:
+            return
+        await self._delete(session)
+
+    async def _delete(self, session: TrainingSessionView) -> None:
+        """Delete a session, unless a newer one has its name by now."""
+        with suppress(errors.Conflict):
+            await self._api.delete(ObjectRef("TrainingSession", session.name), session.uid)
+
+    def pending(self, placement: Placement) -> Pending:
+        """See `SessionProvider.pending`."""
+        session = self._session(placement)
+        error_message = self._last_errors.get(
+            session.name if session is not None else _name(placement)
+        )
+        if error_message is not None:
+            return Pending("active", error_message)
+        if session is None:
+            return Pending("active", f"TrainingSession {_name(placement)} is being created")
+        state = self._state(session)[1]
+        if isinstance(state, Pending):
+            return state
+        what = "has ended" if isinstance(state, Ended) else "is ready; connecting to its head"
+        return Pending("active", f"TrainingSession {session.name} {what}")
+
+    def shared_heads(self) -> list[HeadEndpoint]:
+        """See `SessionProvider.shared_heads`: those of pool clusters that this process has used.
+
+        The operator suspends idle sessions that have their own pods.
+        """
+        return list(self._pool_heads())
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
+        """See `SessionProvider.placed_on`."""
+        name = self._pool_heads().get(endpoint)
+        found = [each for each in self._sessions.objects() if each.spec.pool_cluster == name]
+        return frozenset(each.spec.model_id for each in found if each.spec.model_id)
+
+    def _pool_heads(self) -> dict[HeadEndpoint, str]:
+        """Return the heads of pool clusters that this process has used, and their clusters."""
+        clusters = [each for each in self._sessions.objects() if each.spec.role == "Pool"]
+        heads = {
+            self._endpoints.cached(cluster, state): cluster.name
+            for cluster in clusters
+            if isinstance(state := readiness(cluster), Ready)
+        }
+        return {endpoint: name for endpoint, name in heads.items() if endpoint is not None}
+
+    def runs(self) -> list[str]:
+        """See `SessionProvider.runs`."""
+        sessions = self._sessions.objects()
+        return [s.spec.model_id for s in sessions if s.spec.model_id and not s.is_deleted]
+
+    def degraded(self) -> Mapping[str, str]:
+        """See `SessionProvider.degraded`."""
+        found = {s.spec.model_id: s.degraded for s in self._sessions.objects()}
+        return {model: reason for model, reason in found.items() if model and reason}
+
+    async def is_gone(self, placement: Placement) -> bool:
+        """See `SessionProvider.is_gone`. Queries Kubernetes if the informer's copy may be stale."""
+        session = await self._confirmed(placement)
+        if session is None or not _belongs(session, placement):
+            return True
+        if session.is_deleted:
+            # The error is to name the last checkpoint, which replaces the automatic ones.
+            raise Unavailable(
+                f"TrainingSession {session.name} is being deleted, and its head saves a last"
+                " checkpoint; send the request again"
+            )
+        state = readiness(session)
+        return isinstance(state, Ended) and isinstance(state.error, StateLost)
+
+    async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
+        name = _name(placement)
+        session = self._sessions.get(name)
+        return session if session is not None else await self._read(name)
+
+    async def _read(self, name: str) -> TrainingSessionView | None:
+        """Read a session from Kubernetes.
+
+        Raises:
+            Unavailable: Kubernetes does not respond, or the session cannot be read.
+        """
+        try:
+            manifest = await self._api.find(ObjectRef("TrainingSession", name))
+        except errors.KubernetesError as error:
+            raise Unavailable(wire_error(error).message) from None
+        try:
+            return read_session(manifest) if manifest is not None else None
+        except ValidationError as error:
+            raise Unavailable(
+                f"TrainingSession {name} cannot be read by this version of the server:"
+                f" {describe(error)}"
+            ) from None
+
+    def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.has_ended`: a pod may still write after its endpoint is gone."""
+        return False
+
+    def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
+        return None
+
+    def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.journals`: those of a pod are in the pod."""
+        return None
+
+    def may_have_journals(self, placement: Placement) -> bool:
+        """See `SessionProvider.may_have_journals`."""
+        model = self.base_model(placement.base_model)
+        return model is not None and model.spec.head.durability.level != "none"
+
+    def newly_ended(self) -> list[str]:
+        """See `SessionProvider.newly_ended`: the conditions of sessions report lost runs."""
+        return []
+
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`."""
+        self._endpoints.invalidate(endpoint)
+
+    async def release(self, placement: Placement) -> None:
+        """See `SessionProvider.release`: the operator saves a checkpoint and deletes the pods."""
+        if placement.model is None or placement.options.session is not None:
+            return
+        session = await self._confirmed(placement)
+        if session is None or not _belongs(session, placement):
+            return
+        try:
+            await self._delete(session)
+        except errors.KubernetesError as error:
+            raise Unavailable(wire_error(error).message) from None
+        self._sessions.forget(session.name)
+
+    def _forget(self, name: str) -> None:
+        self._endpoints.forget(name)
+        self._activity_annotator.forget(name)
+        self._last_errors.pop(name, None)
+
+
+def _name(placement: Placement) -> str:
+    return placement.options.session or session_spec.session_name(placement)
+
+
+def _belongs(session: TrainingSessionView, placement: Placement) -> bool:
+    """Whether a session found by its name may serve a placement."""
+    if placement.options.session is not None:
+        return session.spec.owner == placement.owner
+    return session_spec.is_of(session, placement)

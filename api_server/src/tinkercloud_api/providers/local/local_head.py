@@ -1,0 +1,481 @@
+"""One session head as a child process of this server.
+
+A head outlives a server that is killed, for as long as its lease allows. The next server finds it
+through the file `heads/<name>/head.json`, and its runs continue. A server that is stopped normally
+stops its heads as well. They suspend their runs, which the next server's heads resume.
+
+A head holds a lock on `heads/<name>/head.lock` while its process lives (it inherits the open file),
+so that every server can detect its end, even one that did not start it. Until then the head may
+still be writing suspended runs, and no other head may replace it.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+import structlog
+
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.backoff import Backoff
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    HeadFailed,
+    RecordUsage,
+    ServedModel,
+)
+from tinkercloud_api.providers.head_lease import hold_lease
+from tinkercloud_api.providers.head_progress import describe, weight_bytes
+from tinkercloud_protocol.heads.launch import (
+    BaseModelSource,
+    HeadConfig,
+    HeadStatus,
+    Listen,
+    protocol_refusal,
+)
+from tinkercloud_protocol.wire import routes
+
+log = structlog.get_logger(__name__)
+
+_ADOPT_SECONDS = 5.0
+_LEASE_RETRY_SECONDS = 0.2
+_STOP_MARGIN_SECONDS = 10.0
+"""Time for a head to exit after its own shutdown timeout, before it is killed."""
+_LOG_TAIL_BYTES = 4096
+_PROGRESS_SECONDS = 15.0
+"""How often a server logs that a head is still loading."""
+_IS_ERROR = re.compile(r'"level": "(error|critical)"|Error\b')
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    """Record of a running head in `head.json`, from which the next server takes it over."""
+
+    pid: int
+    url: str
+    generation: str
+
+
+class _Killed(HeadFailed):
+    """A head was killed while it was starting."""
+
+
+class LocalHead:
+    """The head of one base model: stopped, starting or running."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        settings: Settings,
+        client: aiohttp.ClientSession,
+        record_usage: RecordUsage,
+    ) -> None:
+        self._model = model
+        self._settings = settings
+        self._client = client
+        self._record_usage = record_usage
+        self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
+        self._reason = self._folder / "reason"
+        self._starting: asyncio.Task[HeadEndpoint] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._lease: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self._backoff = Backoff()
+        self._started_at = time.monotonic()
+        self._weight_bytes = weight_bytes(Path(model.local_path)) if model.local_path else 0
+        self.unsaved = self._folder / "unsaved"
+        """Folder for suspended runs that the head could not upload to the checkpoint store."""
+        self.journals = self._folder / "journals"
+        """Folder of the journals of its runs, from which the next head continues them."""
+        self.endpoint: HeadEndpoint | None = None
+        self.newly_ended: list[str] = []
+        """Generations that have ended and were not yet returned by `LocalProvider.newly_ended`."""
+
+    async def acquire(self) -> HeadEndpoint:
+        """Return the running head; start it if needed. Concurrent callers share one start.
+
+        Raises:
+            HeadFailed: the head failed to start, now or recently: failed starts are retried with
+                exponential backoff.
+        """
+        if self.endpoint is None:
+            self.begin_start()
+        if self._starting is not None:
+            return await asyncio.shield(self._starting)
+        assert self.endpoint is not None  # noqa: S101 - neither stopped nor starting
+        return self.endpoint
+
+    def begin_start(self) -> None:
+        """Start the head in the background, unless it is running or starting."""
+        if self.endpoint is None and self._starting is None:
+            self._backoff.check()
+            self._starting = asyncio.create_task(self._start())
+            self._starting.add_done_callback(self._start_finished)
+
+    def _start_finished(self, task: "asyncio.Task[HeadEndpoint]") -> None:
+        self._starting = None
+        if task.cancelled():
+            return
+        error = task.exception()
+        self._backoff.record(error)
+        if error is not None:
+            log.error("session head failed to start", model=self._model.name, error=str(error))
+
+    async def _start(self) -> HeadEndpoint:
+        """Start the head; retry once if it is killed meanwhile, for example for lack of memory."""
+        try:
+            return await self._start_once()
+        except _Killed as error:
+            log.warning(
+                "restarting a session head that was killed during its start", reason=error.message
+            )
+            return await self._start_once()
+
+    async def _start_once(self) -> HeadEndpoint:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
+        self._write_secret("token", token)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(2048)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            config = self._config(generation, listener.fileno())
+            (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
+            self._process = await self._spawn(listener.fileno())
+        endpoint = HeadEndpoint(url, token, generation)
+        log.info(
+            "session head started; loading the model", model=self._model.name, pid=self._process.pid
+        )
+        self._started_at = time.monotonic()
+        reporting = asyncio.create_task(self._report_progress())
+        try:
+            await self._wait_until_ready(endpoint, self._process)
+        finally:
+            reporting.cancel()
+        await self._check_protocol(endpoint, self._process)
+        self._adopted(endpoint)
+        record = _Record(self._process.pid, url, generation)
+        self._write_secret("head.json", json.dumps(asdict(record)))
+        return endpoint
+
+    async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
+        self._keep_log()
+        with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._reason.unlink(missing_ok=True)
+            # Left behind by killed heads; the lock guarantees that none of them is running.
+            await asyncio.to_thread(shutil.rmtree, self._folder / "scratch", ignore_errors=True)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(listening_fd, lock.fileno()),
+                start_new_session=True,
+                env=_head_environment(),
+            )
+            lock.truncate(0)
+            lock.write(f"{process.pid} {_checksum(process.pid)}")
+            return process
+
+    def _keep_log(self) -> None:
+        """Keep the log of the last head that was ready, which may show why it ended.
+
+        Failed starts do not replace it: their reasons are in the server's own log.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            (self._folder / "head.json").unlink()
+            (self._folder / "head.log").replace(self._folder / "head.log.1")
+
+    def _lock_file(self) -> IO[str]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return (self._folder / "head.lock").open("a+")
+
+    def _config(self, generation: str, fd: int) -> HeadConfig:
+        settings = self._settings
+        timings = settings.timings.model_copy(
+            update={"orphan_grace_seconds": settings.orphan_grace_seconds}
+        )
+        return HeadConfig(
+            head=_slug(self._model.name),
+            generation=generation,
+            model=BaseModelSource(name=self._model.name, path=self._model.local_path or ""),
+            token_file=str(self._folder / "token"),
+            checkpoint_root=settings.checkpoint_url,
+            scratch_dir=str(self._folder / "scratch" / generation),
+            unsaved_dir=str(self.unsaved),
+            reason_file=str(self._reason),
+            listen=Listen(fd=fd),
+            trainer=settings.trainer,
+            sampler=settings.sampler,
+            limits=settings.limits,
+            timings=timings,
+            autosave=settings.autosave,
+            journal_dir=str(self.journals),
+            durability=settings.durability,
+        )
+
+    async def _wait_until_ready(
+        self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
+    ) -> None:
+        ready = asyncio.create_task(self._get(endpoint, routes.HEAD_WAIT_READY))
+        ended = asyncio.create_task(process.wait())
+        seconds = self._settings.head_deadline_seconds
+        try:
+            done, _ = await asyncio.wait(
+                {ready, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            # Also on cancellation: asyncio logs the exceptions of tasks that nobody awaits.
+            ready.cancel()
+            ended.cancel()
+            await asyncio.gather(ready, ended, return_exceptions=True)
+        if ready in done and ready.exception() is None:
+            return
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        failed = f"the session head of {self._model.name!r} failed to start"
+        if not done:
+            raise HeadFailed(
+                f"{failed} because it was not ready within {seconds:.0f} s: it has loaded"
+                f" {self.progress()}; if the machine is busy or the model large, raise"
+                " TINKERCLOUD_HEAD_START_SECONDS"
+            )
+        reason, code = self._stated_reason(), process.returncode or 0
+        if reason is None and code != -signal.SIGKILL:
+            # A killed head has no time to log why.
+            reason = self._logged_error()
+        if reason is None and code < 0:
+            number = signal.Signals(-code).name
+            raise _Killed(
+                f"{failed} because it was killed by {number}, as the system does if memory is short"
+                f" ({self._folder / 'head.log'})"
+            )
+        raise HeadFailed(f"{failed} because it exited: {reason or self._last_line(code)}")
+
+    async def _check_protocol(
+        self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
+    ) -> None:
+        """Stop a new head whose installation was replaced by that of another release meanwhile."""
+        status = HeadStatus.model_validate_json(await self._get(endpoint, routes.HEAD_STATUS))
+        if why := protocol_refusal(status):
+            process.kill()
+            await process.wait()
+            raise HeadFailed(
+                f"{why}; restart the server, which was installed again since it started"
+            )
+
+    def _stated_reason(self) -> str | None:
+        """Return why the head has ended itself; None if it has not said so."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._reason.read_text().strip() or None
+        return None
+
+    def _logged_error(self) -> str | None:
+        """Return the last error that the head has logged, if any."""
+        errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
+        return errors[-1][:500] if errors else None
+
+    def _last_line(self, code: int) -> str:
+        lines = self._log_lines()
+        return f"status {code}, and its log ends with {(lines or ['nothing'])[-1][:500]}"
+
+    def _log_lines(self) -> list[str]:
+        tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        return [line for line in tail.splitlines() if line.strip()]
+
+    def progress(self) -> str:
+        """Describe how far the head is that loads."""
+        pid = self._process.pid if self._process is not None else None
+        return describe(time.monotonic() - self._started_at, pid, self._weight_bytes)
+
+    async def _report_progress(self) -> None:
+        """Log how far the head is, from time to time, until it is ready."""
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            log.info("the model is loading", model=self._model.name, progress=self.progress())
+
+    async def adopt(self) -> None:
+        """Take over a head that a previous server left running, or stop it."""
+        if not await self._adopt():
+            await self.stop()
+
+    async def _adopt(self) -> bool:
+        try:
+            record = _Record(**json.loads((self._folder / "head.json").read_text()))
+            token = (self._folder / "token").read_text()
+        except (FileNotFoundError, ValueError, TypeError):
+            return False
+        endpoint = HeadEndpoint(record.url, token, record.generation)
+        try:
+            async with asyncio.timeout(_ADOPT_SECONDS):
+                status = HeadStatus.model_validate_json(
+                    await self._get(endpoint, routes.HEAD_STATUS)
+                )
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return False
+        if status.generation != record.generation:
+            return False
+        if why := protocol_refusal(status):
+            log.info("replacing a running session head", model=self._model.name, reason=why)
+            return False
+        log.info("took over a running session head", model=self._model.name, pid=record.pid)
+        self._adopted(endpoint)
+        return True
+
+    def _adopted(self, endpoint: HeadEndpoint) -> None:
+        log.info("the model is ready", model=self._model.name)
+        self.endpoint = endpoint
+        self._lease = asyncio.create_task(self._hold_lease(endpoint))
+
+    async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
+        """Hold the head's lease. If the connection is refused, the head is terminating."""
+        while True:
+            try:
+                # Its durability is asked from the head itself, which is on this machine.
+                await hold_lease(self._client, endpoint, self._record_usage, lambda _: None)
+                await asyncio.sleep(_LEASE_RETRY_SECONDS)
+            except aiohttp.ClientConnectorError:
+                break
+            except aiohttp.ClientError:
+                continue
+        await self._ended()
+        if self._is_stopping:
+            log.info("session head stopped", model=self._model.name)
+        else:
+            log.error(
+                "session head ended unexpectedly",
+                model=self._model.name,
+                generation=endpoint.generation,
+            )
+        self.endpoint = None
+        self.newly_ended.append(endpoint.generation)
+
+    async def _ended(self) -> None:
+        """Wait until all processes of the head have ended."""
+        with self._lock_file() as lock:
+            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
+
+    def _running_pid(self) -> int | None:
+        """Return the process id of the head, started by any server, or None if there is none.
+
+        Raises:
+            HeadFailed: the file that says it is damaged.
+        """
+        with self._lock_file() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.seek(0)
+                return _pid_in(lock.read(), Path(lock.name))
+        return None
+
+    async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:
+        async with self._client.get(
+            endpoint.url + path,
+            headers={routes.HEAD_TOKEN_HEADER: endpoint.token},
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as response:
+            if response.status != HTTPStatus.OK:
+                # aiohttp's own error contains the request headers, which include the token.
+                raise aiohttp.ClientError(f"{path} returned status {response.status}")
+            return await response.read()
+
+    async def stop(self) -> None:
+        """Stop the head and wait until it has ended."""
+        self._is_stopping = True
+        try:
+            await self._stop()
+        finally:
+            self._is_stopping = False
+
+    async def _stop(self) -> None:
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait({self._starting})
+        pid = self._running_pid()
+        if pid is None or not _signal(pid, signal.SIGTERM):
+            return
+        ended = asyncio.create_task(self._ended())
+        seconds = self._settings.timings.stop_seconds + _STOP_MARGIN_SECONDS
+        done, _ = await asyncio.wait({ended}, timeout=seconds)
+        if not done:
+            log.error(
+                "killing a session head that does not stop in time", model=self._model.name, pid=pid
+            )
+            _signal(pid, signal.SIGKILL)
+            await ended
+        if self._lease is not None:
+            # It may be waiting for the catalog.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lease, _STOP_MARGIN_SECONDS)
+        if self._process is not None:
+            await self._process.wait()
+
+    def _write_secret(self, name: str, content: str) -> None:
+        """Atomically write a file that only this user can read."""
+        temporary = self._folder / f".{name}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        temporary.replace(self._folder / name)
+
+
+def _checksum(pid: int) -> str:
+    return f"{zlib.crc32(str(pid).encode()):08x}"
+
+
+def _pid_in(content: str, file: Path) -> int | None:
+    """Return the process id in a lock file; None if the head has just taken the lock.
+
+    Raises:
+        HeadFailed: the file is damaged. Another process would be stopped in place of the head.
+    """
+    pid, _, checksum = content.partition(" ")
+    if pid.isdecimal() and checksum == _checksum(int(pid)):
+        return int(pid)
+    if not content:
+        return None
+    raise HeadFailed(
+        f"{file} is damaged: it should have the process id of the running session head, but has"
+        f" {content[:80]!r}; end the processes that hold this file (fuser {file}), and start again"
+    )
+
+
+def _slug(name: str) -> str:
+    """Return a readable folder name that is unique to a model name."""
+    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", name).strip("-.")[:48]
+    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _head_environment() -> Mapping[str, str]:
+    # Idle OpenMP threads must sleep: on a small machine, spinning threads starve the server and
+    # each other.
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    own = {name for name in os.environ if name.startswith("TINKERCLOUD_")}
+    return defaults | {name: value for name, value in os.environ.items() if name not in own}
+
+
+def _signal(pid: int, number: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+        return True
+    return False

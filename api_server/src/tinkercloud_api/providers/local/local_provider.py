@@ -1,0 +1,145 @@
+"""Session heads as child processes of this server: one per base model, shared by all runs."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import aiohttp
+
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    Pending,
+    Placement,
+    RecordUsage,
+    ServedModel,
+    unknown_base_model,
+)
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.providers.local.local_head import LocalHead
+from tinkercloud_crds.quota_fields import Tenant
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
+
+
+class LocalProvider:
+    """Implements `providers.base.SessionProvider`."""
+
+    def __init__(self, models: list[ServedModel], settings: Settings) -> None:
+        self._models = {model.name: model for model in models}
+        self._settings = settings
+        self._client: aiohttp.ClientSession | None = None
+        self._heads: dict[str, LocalHead] = {}
+        self._tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
+
+    async def start(self, record_usage: RecordUsage) -> None:
+        """See `SessionProvider.start`."""
+        self._client = open_client()
+        for model in self._models.values():
+            head = LocalHead(model, self._settings, self._client, record_usage)
+            self._heads[model.name] = head
+            await head.adopt()
+            if self._settings.preload:
+                head.begin_start()
+
+    async def stop(self) -> None:
+        """See `SessionProvider.stop`."""
+        await asyncio.gather(*[head.stop() for head in self._heads.values()])
+        if self._client is not None:
+            await self._client.close()
+
+    def models(self) -> list[ServedModel]:
+        """See `SessionProvider.models`."""
+        return list(self._models.values())
+
+    def tenants(self) -> Sequence[Tenant]:
+        """See `SessionProvider.tenants`."""
+        return self._tenants
+
+    async def admit(self, placement: Placement) -> ModelSpec:
+        """See `SessionProvider.admit`. Options for pods have no effect here and are rejected."""
+        assert placement.model is not None  # noqa: S101 - only runs are admitted
+        if keys := placement.options.set_keys():
+            raise InvalidRequest(
+                f"{', '.join(keys)}: only supported on Kubernetes; remove the option from tags"
+                " and user_metadata"
+            )
+        return placement.model
+
+    def find(self, placement: Placement) -> HeadEndpoint | None:
+        """See `SessionProvider.find`."""
+        head = self._heads.get(placement.base_model)
+        return head.endpoint if head is not None else None
+
+    async def acquire(self, placement: Placement) -> HeadEndpoint:
+        """See `SessionProvider.acquire`."""
+        head = self._heads.get(placement.base_model)
+        if head is None:
+            raise NotFound(unknown_base_model(placement.base_model, self.models()))
+        return await head.acquire()
+
+    async def changed(self, placement: Placement) -> None:
+        """See `SessionProvider.changed`: the models of a local head are not moved."""
+
+    async def confirm(self, placement: Placement) -> None:
+        """See `SessionProvider.confirm`: this process starts the heads itself."""
+
+    def pending(self, placement: Placement) -> Pending:
+        """See `SessionProvider.pending`."""
+        reason = f"the session head of {placement.base_model!r} is loading the model"
+        if (head := self._heads.get(placement.base_model)) is not None:
+            reason = f"{reason}, {head.progress()}"
+        return Pending("paused_capacity", reason)
+
+    def shared_heads(self) -> list[HeadEndpoint]:
+        """See `SessionProvider.shared_heads`: all local heads are shared."""
+        return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
+
+    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.placed_on`: only the catalog says which runs exist."""
+        return None
+
+    def runs(self) -> list[str]:
+        """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
+        return []
+
+    def degraded(self) -> Mapping[str, str]:
+        """See `SessionProvider.degraded`: heads that are shared are asked themselves."""
+        return {}
+
+    async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.is_gone`: a local head can always be restarted."""
+        return False
+
+    def has_ended(self, placement: Placement, generation: str) -> bool:
+        """See `SessionProvider.has_ended`."""
+        endpoint = self.find(placement)
+        # The endpoint is set until the head's last process has ended.
+        return endpoint is None or endpoint.generation != generation
+
+    def unsaved(self, placement: Placement) -> Path | None:
+        """See `SessionProvider.unsaved`."""
+        head = self._heads.get(placement.base_model)
+        return head.unsaved if head is not None else None
+
+    def journals(self, placement: Placement) -> Path | None:
+        """See `SessionProvider.journals`."""
+        head = self._heads.get(placement.base_model)
+        return head.journals if head is not None else None
+
+    def may_have_journals(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
+        """See `SessionProvider.may_have_journals`: this process reads them itself."""
+        return False
+
+    def newly_ended(self) -> list[str]:
+        """See `SessionProvider.newly_ended`."""
+        ended = [generation for head in self._heads.values() for generation in head.newly_ended]
+        for head in self._heads.values():
+            head.newly_ended.clear()
+        return ended
+
+    def invalidate(self, endpoint: HeadEndpoint) -> None:
+        """See `SessionProvider.invalidate`: not needed, as the lease detects the end of a head."""
+
+    async def release(self, placement: Placement) -> None:
+        """See `SessionProvider.release`: local heads are shared, so there is nothing to remove."""

@@ -1,0 +1,1 @@
+"""Handlers about the caller: keys, projects, usage, billing, and the audit log."""

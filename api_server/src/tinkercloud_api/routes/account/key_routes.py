@@ -1,0 +1,36 @@
+"""The caller's own key, and access tokens for it."""
+
+from fastapi import APIRouter
+
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.responses.account_listings import TokenAnswer
+from tinkercloud_protocol.responses.listings import ApiKeyInfo
+
+router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
+
+
+@router.post("/token")
+async def issue_token(server: Server, caller: Caller) -> TokenAnswer:
+    """Return an access token (JWT) for the key of the request, which is valid for an hour."""
+    return TokenAnswer(jwt=server.authenticator.token(caller))
+
+
+@router.get("/apikey/me")
+async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
+    """Describe the key of the request."""
+    details = {"org_details": {"name": "tinkercloud"}, "user_details": {"email": caller.owner}}
+    return ApiKeyInfo(
+        key_id=caller.key_id,
+        name=caller.key_name,
+        note=str(caller.role),
+        details=details,
+        expires_at=caller.expires_at,
+        last_used_at=await server.catalog.last_use_of_key(caller.key_id),
+    )
+
+
+@router.delete("/apikey/me")
+async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
+    """Revoke the key of the request, which all replicas reject from the next request on."""
+    await server.authenticator.revoke(caller)
+    return {}

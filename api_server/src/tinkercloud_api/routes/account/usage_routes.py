@@ -1,0 +1,79 @@
+"""What owners have used, and what their checkpoints occupy (not an SDK call)."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.heads.usage_reports import hour_after, hour_of, start_of
+from tinkercloud_protocol.responses.listings import OwnerStorage, OwnerUsage, UsageList
+from tinkercloud_protocol.wire.errors import NotFound
+
+router = APIRouter(prefix="/api/v1", tags=["usage"])
+
+
+@router.get("/usage")
+async def show_usage(  # noqa: PLR0917 - query parameters
+    server: Server,
+    caller: Caller,
+    by: Grouping = "model",
+    owner: str | None = None,
+    since: AwareDatetime | None = None,
+    until: AwareDatetime | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
+    access_scope: Literal["owned", "accessible"] = "owned",
+) -> UsageList:
+    """List what was used, the latest first: in each hour or day (UTC), or of each model.
+
+    `since` and `until` select whole hours: those that end after `since` and start before `until`.
+    """
+    whose = _whose(caller, owner, access_scope)
+    query = UsageQuery(
+        by,
+        whose,
+        since=hour_of(since) if since is not None else None,
+        until=hour_after(until) if until is not None else None,
+    )
+    page = Page(offset, limit)
+    totals = await server.usage.totals(query, page)
+    storage = await server.checkpoints.storage(whose, page)
+    return UsageList(
+        usage=[_describe(total) for total in totals],
+        storage=[
+            OwnerStorage(owner=s.owner, checkpoints=s.checkpoints, size_bytes=s.size_bytes)
+            for s in storage
+        ],
+        quota=await server.quotas.of(whose) if whose is not None else None,
+    )
+
+
+def _whose(caller: Principal, owner: str | None, access_scope: str) -> str | None:
+    """Return whose usage a caller sees; None means everybody's.
+
+    Raises:
+        NotFound: it names another owner, and may not see that owner's objects.
+    """
+    if owner is None:
+        return caller.owner_filter(access_scope)
+    if not caller.may_see(owner):
+        raise NotFound(f"owner: usage of {owner!r} does not exist, or belongs to another owner")
+    return owner
+
+
+def _describe(total: UsageTotal) -> OwnerUsage:
+    return OwnerUsage.model_validate(
+        {
+            "owner": total.owner,
+            "base_model": total.base_model,
+            "model_id": total.model_id or None,
+            "project_id": total.project_id,
+            "starts_at": start_of(total.first_hour),
+            "ends_at": start_of(total.end_hour),
+            **total.amounts,
+        }
+    )

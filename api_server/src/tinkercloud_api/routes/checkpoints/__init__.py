@@ -1,0 +1,1 @@
+"""Handlers about training runs and their checkpoints."""

@@ -1,0 +1,304 @@
+"""OpenAI- and Anthropic-compatible endpoints: which weights a request means, and who may use them.
+
+The head of the weights renders the conversation, samples and writes the answer; its bytes are
+streamed to the client. Errors have the shape that the clients of each endpoint expect. Other paths
+below the prefixes are answered with 404.
+"""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from urllib.parse import parse_qs, unquote
+
+import orjson
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.context import Context
+from tinkercloud_api.providers.model_names import model_of
+from tinkercloud_api.routes.requests.call import Call, Handler, wait_for_head
+from tinkercloud_protocol.requests.sampling_requests import NamedWeights
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.asgi import respond
+from tinkercloud_protocol.wire.errors import InvalidRequest, MethodNotAllowed, NotFound
+from tinkercloud_protocol.wire.exact_json import read_body
+
+_SMALL_BODY_BYTES = 64 << 10
+_MAX_CHECKPOINTS = 1000
+"""Checkpoints in the list of models, the latest first."""
+_RECORDED = {("POST", "v1/chat/completions"), ("GET", "datums"), ("DELETE", "")}
+"""Methods, and what follows the name of a recorded session in the path."""
+_SERVER = "tinkercloud"
+"""Owner of base models."""
+_WEIGHTS_FIELD = re.compile(r"^(base_model|model_path|model_id|model):? ")
+"""How messages about weights begin that name a field."""
+
+
+async def serve(call: Call) -> None:
+    """Answer a request of any method to any path below the prefixes.
+
+    Raises:
+        NotFound: the path or the model does not exist for this caller.
+        MethodNotAllowed: the path has other methods.
+        InvalidRequest: the body names no model, or names one in a wrong form.
+        Unavailable: the head is not ready; the message states the reason.
+    """
+    method, path = call.request.method, call.request.path
+    handlers = _handlers(path)
+    if not handlers:
+        raise NotFound(
+            f"{method} {path[:256]} is not supported by this server; docs/use/openai.md lists the"
+            " supported calls"
+        )
+    if method not in handlers:
+        raise MethodNotAllowed(method, path, handlers)
+    await handlers[method](call)
+
+
+def _handlers(path: str) -> Mapping[str, Handler]:
+    """Return the handler of each method that is served at a path; none if it is unknown."""
+    for models, look_up in (
+        (routes.OPENAI_MODELS, _openai_model),
+        (routes.ANTHROPIC_MODELS, _anthropic_model),
+    ):
+        if path.startswith(models + "/"):
+            return {"GET": look_up}
+    if path.startswith(routes.OPENAI_SESSIONS + "/"):
+        name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
+        served = {method for method, each in _RECORDED if each == action and "~" in name}
+        return dict.fromkeys(served, _serve_recorded)
+    return _BY_PATH.get(path, {})
+
+
+async def _forward(call: Call) -> None:
+    server = call.server
+    body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
+    is_small = len(body) < _SMALL_BODY_BYTES
+    name = _model_in(body) if is_small else await asyncio.to_thread(_model_in, body)
+    with _named_model():
+        sampler_id = await server.sampling_sessions.of(weights_of(name, server), call.principal)
+    await _forward_to_sampler(call, call, sampler_id, body)
+
+
+@contextmanager
+def _named_model() -> Iterator[None]:
+    """Let errors about the weights name the field that clients of these endpoints send."""
+    try:
+        yield
+    except (InvalidRequest, NotFound) as error:
+        message = _WEIGHTS_FIELD.sub("", error.message)
+        raise type(error)(f"model: {message}") from None
+
+
+async def _serve_recorded(call: Call) -> None:
+    """Forward a call of a recorded session, whose name starts with its sampling session.
+
+    Raises:
+        NotFound: the session does not exist for this caller.
+    """
+    method, path = call.request.method, call.request.path
+    name = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")[0]
+    body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
+    target = call
+    if method == "DELETE":
+        target = call.of_own(f"{path}/delete", body, call.send)
+    await _forward_to_sampler(call, target, name.partition("~")[0], body)
+
+
+async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body: bytes) -> None:
+    """Forward a request to the head of a sampling session until the client disconnects.
+
+    Args:
+        call: the client's request.
+        forwarded: the request for the head.
+        sampler_id: the sampling session.
+        body: the body of the request.
+
+    Raises:
+        NotFound: the session does not exist for this caller.
+        Unavailable: the head is not ready; the message states the reason.
+    """
+    server, locator = call.server, call.server.locator
+    await locator.authorize_sampler(sampler_id, call.principal)
+    if (run_id := await locator.run_of_sampler(sampler_id)) is not None:
+        server.activity.touch(run_id)
+    endpoint = await wait_for_head(
+        locator.head_of_sampler(sampler_id), lambda: locator.sampler_pending(sampler_id)
+    )
+    seconds = server.settings.sample_wait_seconds
+    forwarding = asyncio.ensure_future(
+        forwarded.forward(endpoint, sampler_id, body, timeout_seconds=seconds)
+    )
+    gone = asyncio.create_task(call.request.wait_until_disconnected())
+    try:
+        await asyncio.wait({forwarding, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if forwarding.done():
+            await forwarding
+    finally:
+        gone.cancel()
+        # The head notices that its connection is closed, and cancels the samples.
+        forwarding.cancel()
+        await asyncio.gather(gone, forwarding, return_exceptions=True)
+
+
+def _model_in(body: bytes) -> str:
+    content = read_body(body)
+    name = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(name, str) or not 0 < len(name) <= 1024 or "\0" in name:
+        raise InvalidRequest("model: required, and must be the name of a model")
+    return name
+
+
+def weights_of(name: str, server: Context) -> NamedWeights:
+    """Return the weights that a model's name means.
+
+    `<base model>`, `tinker://<run>/sampler_weights/<name>`, `<base model>;<tinker path>`, or the id
+    of a model in training, whose current weights are sampled.
+
+    Raises:
+        NotFound: the base model is not served.
+        InvalidRequest: the name is malformed.
+    """
+    base, separator, path = name.partition(";")
+    if not separator and name.startswith("tinker://"):
+        return NamedWeights.read({"model_path": name})
+    if not separator and ":train:" in name:
+        return NamedWeights.read({"model_id": name})
+    if model_of(base, server.provider.models()) is None:
+        raise NotFound(
+            f"model: {base[:256]!r} is not served; GET {routes.OPENAI_MODELS} lists the models"
+        )
+    if separator:
+        return NamedWeights.read({"base_model": base, "model_path": path})
+    return NamedWeights.read({"base_model": base})
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A model that can be sampled."""
+
+    name: str
+    owner: str
+    created: datetime
+
+    def for_openai(self) -> dict[str, Any]:
+        created = int(self.created.timestamp())
+        return {"id": self.name, "object": "model", "created": created, "owned_by": self.owner}
+
+    def for_anthropic(self) -> dict[str, Any]:
+        created = self.created.isoformat(timespec="seconds").replace("+00:00", "Z")
+        return {
+            "type": "model",
+            "id": self.name,
+            "display_name": self.name,
+            "created_at": created,
+        }
+
+
+_STARTED = now().replace(microsecond=0)
+"""Since when base models and models in training are served by this process."""
+
+
+async def _openai_models(call: Call) -> None:
+    models = [model.for_openai() for model in await _models(call.server, call.principal)]
+    await respond(call.send, orjson.dumps({"object": "list", "data": models}))
+
+
+async def _openai_model(call: Call) -> None:
+    model = await _looked_up(call, routes.OPENAI_MODELS)
+    await respond(call.send, orjson.dumps(model.for_openai()))
+
+
+async def _anthropic_models(call: Call) -> None:
+    """Return a page of models, as https://docs.anthropic.com/en/api/models-list describes it."""
+    page = _page_of(await _models(call.server, call.principal), parse_qs(call.request.query))
+    await respond(call.send, orjson.dumps(page))
+
+
+async def _anthropic_model(call: Call) -> None:
+    model = await _looked_up(call, routes.ANTHROPIC_MODELS)
+    await respond(call.send, orjson.dumps(model.for_anthropic()))
+
+
+def _page_of(models: Sequence[_Model], query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Return a page of models.
+
+    Args:
+        models: all models.
+        query: `limit`, 1 to 1000 (20); `after_id` or `before_id`, the name of a model.
+
+    Raises:
+        InvalidRequest: one of them has another value.
+    """
+    names = [model.name for model in models]
+    limit = query.get("limit", ["20"])[0]
+    is_number = limit.isascii() and limit.isdecimal() and len(limit) <= len(str(_MAX_CHECKPOINTS))
+    if not is_number or not 1 <= int(limit) <= _MAX_CHECKPOINTS:
+        raise InvalidRequest(f"limit: must be 1 to {_MAX_CHECKPOINTS}, got {limit[:40]!r}")
+    size, start, stop = int(limit), 0, len(names)
+    for field in ("after_id", "before_id"):
+        name = query.get(field, [""])[0]
+        if name and name not in names:
+            raise InvalidRequest(f"{field}: {name[:256]!r} is not among the models")
+        if name and field == "after_id":
+            start = names.index(name) + 1
+        elif name:
+            stop = names.index(name)
+            start = max(start, stop - size)
+    shown = models[start : min(start + size, stop)]
+    goes_back = bool(query.get("before_id"))
+    return {
+        "data": [model.for_anthropic() for model in shown],
+        "first_id": shown[0].name if shown else None,
+        "last_id": shown[-1].name if shown else None,
+        "has_more": start > 0 if goes_back else start + len(shown) < stop,
+    }
+
+
+async def _looked_up(call: Call, models: str) -> _Model:
+    """Return the model that a path below a list of models names.
+
+    Raises:
+        NotFound: it does not exist for this caller.
+        InvalidRequest: its name is malformed.
+    """
+    server, name = call.server, unquote(call.request.path.removeprefix(models + "/"))
+    with _named_model():
+        saved_at = await server.sampling_sessions.check(weights_of(name, server), call.principal)
+    if saved_at is None:
+        return _Model(name, _SERVER, _STARTED)
+    return _Model(name, call.principal.owner, saved_at)
+
+
+async def _models(server: Context, principal: Principal) -> list[_Model]:
+    """Return the base models with their aliases, and the caller's checkpoints for sampling."""
+    names = [name for model in server.provider.models() for name in model.names]
+    page = Page(offset=0, limit=_MAX_CHECKPOINTS)
+    saved, _ = await server.checkpoints.page(principal.visible("accessible"), page)
+    return [_Model(name, _SERVER, _STARTED) for name in names] + [
+        _Model(info.tinker_path, principal.owner, info.time)
+        for info in saved
+        if info.checkpoint_type == "sampler" and info.damage is None
+    ]
+
+
+_BY_PATH: Mapping[str, Mapping[str, Handler]] = {
+    **{
+        path: {"POST": _forward}
+        for path in (
+            routes.OPENAI_CHAT,
+            routes.OPENAI_COMPLETIONS,
+            routes.OPENAI_SESSIONS,
+            routes.ANTHROPIC_MESSAGES,
+            routes.ANTHROPIC_COUNT_TOKENS,
+        )
+    },
+    routes.OPENAI_MODELS: {"GET": _openai_models},
+    routes.ANTHROPIC_MODELS: {"GET": _anthropic_models},
+}
+PATHS = tuple(_BY_PATH)

@@ -1,0 +1,1 @@
+"""Handlers of requests that session heads execute, and of their results."""

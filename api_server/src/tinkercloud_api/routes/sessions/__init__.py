@@ -1,0 +1,1 @@
+"""Handlers about SDK sessions and programs."""

@@ -1,0 +1,81 @@
+"""Programs: running, listing, observing and stopping them, and their progress reports."""
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.runs import owner_programs
+from tinkercloud_protocol.programs.program_messages import (
+    ProgramInfo,
+    ProgramList,
+    ProgramLogs,
+    ProgramProgress,
+    RunProgramRequest,
+)
+
+router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
+
+
+@router.post("")
+async def run_program(request: RunProgramRequest, server: Server, caller: Caller) -> ProgramInfo:
+    """Train a model with RLVE, or run a Python file or an installed module on the server."""
+    if request.model_id is not None:
+        await server.locator.authorize_run(request.model_id, caller)
+        if request.rlve_config is not None:
+            run = caller.require(
+                await server.catalog.run(request.model_id), f"model {request.model_id!r}"
+            )
+            base_model = server.training_runs.served(run.base_model)
+            return await server.programs.run_rlve_on(
+                request.rlve_config, run.id, base_model, caller
+            )
+    if request.base_model is not None:
+        server.training_runs.served(request.base_model)
+    return await server.programs.run(request, caller)
+
+
+@router.get("")
+async def list_programs(
+    server: Server,
+    caller: Caller,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 20,
+    offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
+    access_scope: Literal["owned", "accessible"] = "owned",
+) -> ProgramList:
+    """List programs, newest first."""
+    owner = caller.owner_filter(access_scope)
+    return ProgramList(programs=await server.programs.list(owner, offset, limit))
+
+
+@router.get("/{program_id}")
+async def show_program(program_id: str, server: Server, caller: Caller) -> ProgramInfo:
+    """Show a program and its progress."""
+    return owner_programs.describe(await server.programs.find(program_id, caller))
+
+
+@router.get("/{program_id}/logs")
+async def show_logs(
+    program_id: str,
+    server: Server,
+    caller: Caller,
+    max_bytes: Annotated[int, Query(ge=1, le=owner_programs.LOG_BYTES)] = owner_programs.LOG_BYTES,
+) -> ProgramLogs:
+    """Return the newest output of a program."""
+    text = await server.programs.logs(program_id, caller, max_bytes)
+    return ProgramLogs(program_id=program_id, text=text)
+
+
+@router.post("/{program_id}/stop")
+async def stop_program(program_id: str, server: Server, caller: Caller) -> ProgramInfo:
+    """Stop a program."""
+    return await server.programs.halt(program_id, caller)
+
+
+@router.post("/{program_id}/progress")
+async def report_progress(
+    program_id: str, progress: ProgramProgress, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Report progress; programs call this with their own key."""
+    await server.programs.report(program_id, progress, caller)
+    return {}

@@ -1,0 +1,83 @@
+"""Traces of sessions: what their requests waited for and when they ran.
+
+`trace_export` returns a signed URL at once; the trace is made when it is downloaded, from what the
+running heads remember. It is in the Trace Event Format, which https://ui.perfetto.dev opens.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import orjson
+from fastapi import APIRouter, Request, Response
+
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.heads.head_locator import placement_of
+from tinkercloud_api.routes.checkpoints.download_routes import base_url
+from tinkercloud_protocol.heads.request_timeline import Span
+from tinkercloud_protocol.responses.account_listings import TraceExport
+from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.future_responses import JSON
+
+router = APIRouter()
+
+_MICROSECONDS = 1e6
+
+
+@router.get("/api/v1/sessions/{session_id}/trace_export", tags=["sessions"])
+async def export_trace(
+    session_id: str, request: Request, server: Server, caller: Caller
+) -> TraceExport:
+    """Return a URL, valid for an hour, by which the trace of a session can be downloaded."""
+    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    token = server.authenticator.trace_token(session_id)
+    return TraceExport(url=f"{base_url(request, server)}/traces/{token}")
+
+
+@router.get("/traces/{token}", tags=["sessions"])
+async def download_trace(token: str, server: Server) -> Response:
+    """Download a trace by its signed URL."""
+    session_id = server.authenticator.session_of_trace(token)
+    if session_id is None or await server.catalog.session(session_id) is None:
+        raise NotFound("the URL of the trace is wrong or has expired; call trace_export again")
+    runs = await server.catalog.runs_of_session(session_id)
+    heads = [server.provider.find(placement_of(run)) for run in runs]
+    own = [head for head in heads if head is not None]
+    spans = await server.shared_heads.spans(session_id, own)
+    return Response(
+        trace_of(spans),
+        media_type=JSON,
+        headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
+    )
+
+
+def trace_of(spans: Iterable[Span]) -> bytes:
+    """Return spans in the Trace Event Format (JSON).
+
+    Each model or sampling session is a process, and each of its requests two asynchronous events:
+    its wait in the queue, and then its execution.
+    """
+    in_order = sorted(spans, key=lambda span: (span.target, span.accepted))
+    tracks = {name: number for number, name in enumerate({s.target: None for s in in_order}, 1)}
+    names = [
+        {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": target}}
+        for target, number in tracks.items()
+    ]
+    events = [
+        event
+        for number, span in enumerate(in_order)
+        for event in _events(span, number, tracks[span.target])
+    ]
+    return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": [*names, *events]})
+
+
+def _events(span: Span, number: int, track: int) -> Iterator[dict[str, object]]:
+    for name, start, end in (
+        ("queue", span.accepted, span.started),
+        (span.name, span.started, span.finished),
+    ):
+        # Perfetto draws events with a global `id` apart from their process.
+        own = {"local": hex(number)}
+        common: dict[str, object] = {"cat": name, "name": name, "id2": own, "pid": track}
+        if span.request is not None:
+            common["args"] = {"request_id": span.request}
+        for phase, moment in (("b", start), ("e", max(start, end))):
+            yield {**common, "ph": phase, "tid": 0, "ts": round(moment * _MICROSECONDS)}

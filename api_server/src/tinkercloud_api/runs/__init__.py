@@ -1,0 +1,1 @@
+"""Creating and listing what owners run: training runs, samplers, programs, uploaded losses."""

@@ -1,0 +1,45 @@
+"""What users are shown about the limits of their tenant."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tinkercloud_api.access.owner_tenants import Tenants
+from tinkercloud_api.checkpoints.storage_quota import StorageQuota
+from tinkercloud_crds.quota_fields import Tenant
+from tinkercloud_crds.tenant import TenantUsage
+from tinkercloud_protocol.responses.listings import Quota, QuotaLimit
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    """The limits of owners, and what is used of them."""
+
+    tenants: Tenants
+    usage_of: Callable[[Tenant], Awaitable[TenantUsage]]
+    """Returns what the sessions of a tenant use."""
+    storage: StorageQuota
+
+    async def of(self, owner: str) -> Quota | None:
+        """Return the limits of an owner's tenant and their use; None if it has no tenant."""
+        tenant = self.tenants.of(owner)
+        if tenant is None:
+            return None
+        limits = tenant.spec.limits
+        used = await self.usage_of(tenant)
+        return Quota(
+            tenant=tenant.name,
+            waiting=used.waiting,
+            limits=[
+                QuotaLimit(name="sessions", limit=limits.sessions, used=used.sessions),
+                QuotaLimit(
+                    name="dedicatedGpus", limit=limits.dedicated_gpus, used=used.dedicated_gpus
+                ),
+                QuotaLimit(name="models", limit=limits.models, used=used.models),
+                QuotaLimit(name="tokensPerMinute", limit=limits.tokens_per_minute, used=None),
+                QuotaLimit(
+                    name="storageBytes",
+                    limit=limits.storage_bytes,
+                    used=await self.storage.used(tenant),
+                ),
+            ],
+        )

@@ -1,0 +1,1 @@
+"""The running API server: its application, its hot paths, and its process."""

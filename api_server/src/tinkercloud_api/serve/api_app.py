@@ -1,0 +1,470 @@
+"""The API server: its routes, its middleware and its components.
+
+/api/v1/<hot paths>      hot_paths, routes.requests: forwarded to session heads
+/api/v1/...              routes.account, checkpoints, models, sessions: served by this process
+/hf/...                  routes.models.hub_mirror: the tokenizer mirror
+/traces/...              routes.sessions.traces: traces of sessions, by signed URLs
+/downloads/...           routes.checkpoints.download_routes: files of checkpoints, by signed URLs
+/healthz /readyz /livez  routes.health
+/openapi.json            web.openapi: the API description
+/metrics                 web.middleware.metrics_server, on a port of its own
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+
+import aiohttp
+import structlog
+from fastapi import FastAPI
+from sqlalchemy.ext.asyncio import AsyncEngine
+from starlette.routing import Route
+
+from tinkercloud_api.access.access_tokens import AccessTokens
+from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.access.auth import Authenticator, Role, hash_key
+from tinkercloud_api.access.owner_tenants import Tenants
+from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.runs.admission import RunQuotas
+from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
+from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.usage.billing_rows import Billing
+from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.storage_quota import StorageQuota
+from tinkercloud_api.config import api_metrics
+from tinkercloud_api.config.settings import KEY_PREFIX, Settings
+from tinkercloud_api.context import Context
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.deliveries import Deliveries
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.proxy import Proxy
+from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.heads.shared_heads import SharedHeads
+from tinkercloud_api.login import login_pages
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.cluster.kubernetes_programs import KubernetesPrograms
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.head_http_client import open_client
+from tinkercloud_api.providers.local.local_programs import LocalPrograms
+from tinkercloud_api.providers.program_runner import ProgramRunner
+from tinkercloud_api.routes import health
+from tinkercloud_api.routes.account import (
+    audit_routes,
+    billing_routes,
+    key_routes,
+    project_routes,
+    session_usage,
+    usage_routes,
+)
+from tinkercloud_api.routes.checkpoints import (
+    checkpoint_search,
+    download_routes,
+    importing,
+    run_routes,
+)
+from tinkercloud_api.routes.models import chat_routes, hub_mirror, model_routes, tokenizers
+from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
+from tinkercloud_api.routes.sessions import (
+    program_routes,
+    session_routes,
+    session_search_routes,
+    traces,
+)
+from tinkercloud_api.runs.direct_sessions import DirectSessions
+from tinkercloud_api.runs.owner_programs import Programs
+from tinkercloud_api.runs.quota_listing import Quotas
+from tinkercloud_api.runs.sampling_sessions import SamplingSessions
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_api.runs.uploaded_losses import CustomLosses
+from tinkercloud_api.serve.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.transfers.copies import Copies
+from tinkercloud_api.transfers.downloads import Downloads
+from tinkercloud_api.transfers.imports import Imports
+from tinkercloud_api.transfers.stored_runs import StoredRuns
+from tinkercloud_api.web import error_handlers
+from tinkercloud_api.web.long_polls import LongPolls
+from tinkercloud_api.web.middleware import (
+    BodyLimitMiddleware,
+    MetricsMiddleware,
+    RequestIdMiddleware,
+    metrics_server,
+)
+from tinkercloud_api.web.openapi import describe
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
+from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_protocol.wire.future_responses import QueueState
+
+log = structlog.get_logger(__name__)
+
+JSON_BODY_BYTES = 1 << 20
+_ROUTED = (
+    # The path of the search looks like a session's.
+    session_search_routes,
+    *(session_routes, session_usage, usage_routes, model_routes, unloading, tokenizers),
+    *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
+    *(traces, project_routes),
+    checkpoint_search,
+    *(run_routes, program_routes, key_routes, health, hub_mirror),
+)
+"""Modules with the routes that FastAPI serves."""
+_INACTIVITY_SECONDS = 30.0
+"""Longest time between two checks for inactive clients."""
+_SIGNING_KEY = "download URLs"
+"""Name of the secret in the catalog."""
+_TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
+"""Name of the secret in the catalog."""
+_REPORT_SECONDS = 10.0
+"""Time limit at shutdown for determining which runs the heads did not save."""
+_UP_FOR_EXPIRY = timedelta(days=1)
+"""Time that clients have to reconnect after a server start before their sessions can expire."""
+
+
+class Application:
+    """The ASGI application. It opens its catalog and starts its provider at startup."""
+
+    def __init__(self, settings: Settings, provider: SessionProvider) -> None:
+        self._settings = settings
+        self._provider = provider
+        self.context: Context | None = None
+        """The components of the server while it is running."""
+        self.own_url = f"http://{settings.host}:{settings.port}"
+        """URL of the server for programs on this machine."""
+        self._login = login_pages.LoginPages()
+        # The documentation pages would load scripts from third-party servers. A redirect from paths
+        # with a trailing slash would have no message.
+        api = FastAPI(
+            title="Tinkercloud",
+            lifespan=self._lifespan,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+        )
+        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
+        for module in _ROUTED:
+            api.include_router(module.router)
+        if settings.oidc is not None:
+            api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
+        api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
+        error_handlers.install(api)
+        served = HotPaths(api, self._running, api.routes)
+        self._asgi = RequestIdMiddleware(MetricsMiddleware(served, {*HANDLERS, *chat_routes.PATHS}))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event (the ASGI entry point)."""
+        await self._asgi(scope, receive, send)
+
+    @asynccontextmanager
+    async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
+        settings = self._settings
+        async with (
+            metrics_server(settings.host, settings.metrics_port),
+            running_context(settings, self._provider, self.own_url) as self.context,
+        ):
+            api.state.context = self.context
+            if settings.oidc is not None and settings.public_url is not None:
+                await self._login.open(self.context, settings.oidc, settings.public_url)
+            _measure(self.context)
+            yield
+
+    def _running(self) -> Context:
+        assert self.context is not None  # noqa: S101 - requests arrive after startup
+        return self.context
+
+
+@asynccontextmanager
+async def running_context(
+    settings: Settings, provider: SessionProvider, own_url: str = "http://127.0.0.1:8000"
+) -> AsyncIterator[Context]:
+    """Open the components of a server for the duration of the context.
+
+    Args:
+        settings: the server's settings.
+        provider: starts session heads.
+        own_url: URL of the server for programs.
+    """
+    engine, catalog = await _open_catalog(settings)
+    client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
+    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
+    checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
+    admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
+    locator = HeadLocator(catalog, checkpoints, provider, client, admission)
+    stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
+    authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
+    programs = _programs(
+        settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
+    )
+    proxy = Proxy(client)
+    training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
+    context = Context(
+        settings=settings,
+        catalog=catalog,
+        authenticator=authenticator,
+        provider=provider,
+        checkpoints=checkpoints,
+        downloads=await _downloads(settings, catalog, checkpoints, objects),
+        locator=locator,
+        training_runs=training_runs,
+        proxy=proxy,
+        deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
+        activity=activity,
+        shared_heads=_shared_heads(settings, catalog, provider, activity, client),
+        long_polls=LongPolls(),
+        programs=programs,
+        stored_runs=stored_runs,
+        copies=Copies(checkpoints, training_runs, stored_runs, projects),
+        imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
+        direct_sessions=DirectSessions(catalog, training_runs),
+        sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
+        usage=UsageLedger(engine),
+        sampler_clients=SamplerClients(engine),
+        custom_losses=CustomLosses(objects, training_runs),
+        billing=Billing(engine),
+        auditing=Auditing(AuditLog(engine), settings.audit_days),
+        tenants=tenants,
+        projects=projects,
+        quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
+    )
+    try:
+        async with _started(context, admission):
+            yield context
+    finally:
+        await client.close()
+        await catalog.close()
+
+
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    await register_bootstrap_key(catalog, settings)
+    return engine, catalog
+
+
+def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
+    if isinstance(provider, KubernetesProvider):
+        return Quotas(storage.tenants, provider.tenant_usage, storage)
+    return Quotas(storage.tenants, admission.usage, storage)
+
+
+def _admission(
+    settings: Settings, engine: AsyncEngine, tenants: Tenants, activity: Activity
+) -> RunAdmission:
+    """Return what admits runs; on Kubernetes no run waits here, as the operator admits them."""
+    inactivity = timedelta(seconds=settings.session_silence_seconds)
+    limited = tenants if settings.provider == "local" else Tenants()
+    return RunAdmission(RunQuotas(engine), limited, inactivity, activity.write)
+
+
+def _shared_heads(
+    settings: Settings,
+    catalog: Catalog,
+    provider: SessionProvider,
+    activity: Activity,
+    client: aiohttp.ClientSession,
+) -> SharedHeads:
+    return SharedHeads(
+        catalog,
+        provider,
+        activity,
+        client,
+        inactivity=timedelta(seconds=settings.session_silence_seconds),
+        period=_inactivity_period(settings),
+    )
+
+
+@asynccontextmanager
+async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[None]:
+    """Run the provider, the programs and the periodic tasks for the duration of the context."""
+    await context.provider.start(context.usage.record)
+    context.deliveries.start()
+    await context.programs.start()
+    loops = [_run_housekeeping(context), _care_for_heads(context), admission.follow()]
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await _finish("stop deliveries", context.deliveries.stop())
+        await _finish("stop the programs", context.programs.stop())
+        await _finish("stop the session heads", context.provider.stop())
+        await _finish("find out which runs were saved", _report_lost(context.locator))
+        await _finish("record when sessions and keys were used", context.activity.write())
+
+
+async def _finish(what: str, step: Awaitable[None]) -> None:
+    """Await a step of the shutdown. The next one runs even if it fails, as on a full disk."""
+    try:
+        await step
+    except (WireError, OSError) as error:
+        log.warning("a step of the shutdown failed", step=what, reason=str(error))
+
+
+def _stored_runs(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> StoredRuns:
+    return StoredRuns(catalog, checkpoints, objects, settings.max_checkpoint_bytes_per_owner)
+
+
+async def _tokens(catalog: Catalog) -> AccessTokens:
+    """Return what issues and verifies access tokens, with the same secret in all replicas."""
+    return AccessTokens(await catalog.shared_secret(_TOKEN_SECRET))
+
+
+async def _downloads(
+    settings: Settings, catalog: Catalog, checkpoints: Checkpoints, objects: ObjectStoreClient
+) -> Downloads:
+    key = await _signing_key(catalog, settings)
+    return Downloads(checkpoints, objects, settings.downloads, key)
+
+
+async def _signing_key(catalog: Catalog, settings: Settings) -> bytes:
+    """Return the key that signs URLs, which is the same in all replicas and after restarts."""
+    configured = settings.downloads.signing_key
+    if configured is not None:
+        return configured.get_secret_value().encode()
+    return (await catalog.shared_secret(_SIGNING_KEY)).encode()
+
+
+def _programs(
+    settings: Settings,
+    provider: SessionProvider,
+    *,
+    engine: AsyncEngine,
+    catalog: Catalog,
+    authenticator: Authenticator,
+    url: str,
+) -> Programs:
+    return Programs(
+        records=ProgramCatalog(engine),
+        catalog=catalog,
+        authenticator=authenticator,
+        runner=_program_runner(settings, provider),
+        settings=settings,
+        server_url=url,
+    )
+
+
+def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRunner:
+    """Return the runner of programs for the configured provider."""
+    if isinstance(provider, KubernetesProvider):
+        return KubernetesPrograms(provider)
+    return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
+
+
+async def _report_lost(locator: HeadLocator) -> None:
+    """Log the runs that stopped heads did not save, unless the checkpoint store is too slow."""
+    try:
+        async with asyncio.timeout(_REPORT_SECONDS):
+            await locator.report_lost()
+    except TimeoutError:
+        log.warning(
+            "the checkpoint store did not respond in time; cannot determine which runs were saved"
+        )
+
+
+async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
+    """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
+    if settings.bootstrap_key is None:
+        return
+    key = settings.bootstrap_key.get_secret_value()
+    if not key.startswith(KEY_PREFIX):
+        log.warning(
+            "the Tinker SDK rejects the configured bootstrap key before it sends a request; other"
+            " clients can use it",
+            accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
+        )
+    row, replaced = await catalog.add_bootstrap_key(
+        key_hash=hash_key(key),
+        name="bootstrap",
+        owner="bootstrap",
+        role=Role.ADMIN,
+    )
+    if not row.is_valid(now()):
+        log.warning(
+            "the configured bootstrap key was revoked or has expired and stays rejected; configure"
+            " a new one",
+            key_id=row.id,
+        )
+    for key_id in replaced:
+        log.warning(
+            "the configured bootstrap key replaces an earlier one, which was revoked",
+            revoked_key_id=key_id,
+        )
+
+
+def _measure(context: Context) -> None:
+    """Register the gauges that are computed when Prometheus scrapes them."""
+    api_metrics.LONG_POLLS.set_function(context.long_polls.__len__)
+    for state in api_metrics.QUEUE_STATES:
+        waiting = api_metrics.WAITING_RUNS.labels(state)
+        waiting.set_function(partial(_count_waiting, context.locator, state))
+
+
+def _count_waiting(locator: HeadLocator, state: QueueState) -> int:
+    return locator.pending_counts()[state]
+
+
+async def _run_housekeeping(context: Context) -> None:
+    """Periodically write activity to the catalog and free the resources of ended sessions."""
+
+    async def count_sessions() -> None:
+        since = now() - session_usage.LIVE
+        api_metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
+
+    started = now()
+
+    async def expire_sessions() -> None:
+        days, moment = context.settings.session_expiry_days, now()
+        is_local = context.settings.provider == "local"
+        if is_local and days is not None and moment - started >= _UP_FOR_EXPIRY:
+            await context.training_runs.expire_sessions(moment, days)
+
+    while True:
+        for task in (
+            context.activity.write,
+            count_sessions,
+            expire_sessions,
+            context.checkpoints.delete_expired,
+            context.stored_runs.sweep,
+            context.locator.report_lost,
+            lambda: context.locator.release_leftovers(now()),
+            lambda: context.auditing.forget(now()),
+        ):
+            try:
+                await task()
+            except Exception:
+                api_metrics.HOUSEKEEPING_ERRORS.inc()
+                log.exception("housekeeping task failed; will retry")
+        await asyncio.sleep(context.settings.housekeeping_seconds)
+
+
+def _inactivity_period(settings: Settings) -> timedelta:
+    """Return the interval between checks for inactive clients."""
+    return timedelta(seconds=min(_INACTIVITY_SECONDS, settings.session_silence_seconds))
+
+
+async def _care_for_heads(context: Context) -> None:
+    """Periodically suspend the models of inactive clients, and drop those that no run claims.
+
+    A separate task, because heads write whole models meanwhile.
+    """
+    period = _inactivity_period(context.settings).total_seconds()
+    while True:
+        for task in (context.shared_heads.suspend_inactive, context.shared_heads.drop_orphans):
+            try:
+                await task(now())
+            except Exception:
+                api_metrics.HOUSEKEEPING_ERRORS.inc()
+                log.exception("care for the models of shared heads failed; will retry")
+        await asyncio.sleep(period)

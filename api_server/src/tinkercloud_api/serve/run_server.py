@@ -1,0 +1,278 @@
+"""Runs the API server in this process until a signal stops or restarts it."""
+
+import asyncio
+import errno
+import getpass
+import os
+import shlex
+import signal
+import socket
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import structlog
+import uvicorn
+from obstore.exceptions import BaseError
+
+from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.admin import preflight
+from tinkercloud_api.admin.catalog_rebuild import has_checkpoints
+from tinkercloud_api.catalog.schema.connection import check_revision, migrate, open_database
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.local.local_provider import LocalProvider
+from tinkercloud_api.providers.model_arguments import check_aliases, resolve
+from tinkercloud_api.providers.model_names import with_aliases
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_api.serve.model_download import download_missing
+from tinkercloud_api.web import connections
+from tinkercloud_protocol.heads import descriptors
+from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire.errors import WireError
+
+log = structlog.get_logger(__name__)
+
+_GRACE_SECONDS = 10
+
+
+class PortTakenError(Exception):
+    """The address is not available, for example because another program listens on it."""
+
+
+class _Server(uvicorn.Server):
+    """A server that restarts on SIGHUP."""
+
+    restart_wanted = False
+
+    def __init__(self, config: uvicorn.Config, app: Application) -> None:
+        super().__init__(config)
+        self._app = app
+
+    def restart(self, number: int, frame: FrameType | None) -> None:
+        """Stop, and have `run` restart the process (a signal handler)."""
+        self.restart_wanted = True
+        self.handle_exit(number, frame)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop, and end all long polls (uvicorn's signal handler)."""
+        if self._app.context is not None:
+            self._app.context.long_polls.shut_down()
+        super().handle_exit(sig, frame)
+
+
+def run(settings: Settings) -> None:
+    """Serve until stopped.
+
+    SIGINT and SIGTERM stop the server and its session heads; SIGHUP restarts the server.
+
+    Raises:
+        PortTakenError: the port is not available.
+        StateFolderError: the state folder is unusable or of a newer release, or another server uses
+            it.
+        CatalogUnreachableError: the catalog does not respond, or is of a newer release.
+        ModelNotFoundError: a configured model is not on this machine and cannot be downloaded.
+        CannotServeError: another setting can't work.
+    """
+    os.umask(0o077)
+    bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
+    provider = _provider(settings)
+    served = provider.models() if settings.provider == "local" else []
+    _check_versions(settings)
+    _make_state_folder(settings)
+    preflight.check(settings, {each.name: each.local_path or "" for each in served})
+    app = Application(settings, provider)
+    listener = _listen(settings)
+    app.own_url = _url(settings, listener.getsockname()[1])
+    with _exclusive(settings, app.own_url):
+        preflight.check_metrics_port(settings)
+        asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
+        config = uvicorn.Config(
+            app,
+            loop="auto",
+            http=connections.bounded(bound),
+            ws="none",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+            **proxy_options(settings),
+        )
+        server = _Server(config, app)
+        signal.signal(signal.SIGHUP, server.restart)
+        server.run(sockets=[listener])
+    if server.restart_wanted:
+        log.info("restarting")
+        listener.close()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - ourselves
+
+
+def proxy_options(settings: Settings) -> dict[str, Any]:
+    """Return uvicorn's options for the proxies that may name the address of a client."""
+    networks = settings.trusted_proxies
+    trusted = [str(network) for network in networks]
+    # How a socket of both protocols (--host ::) names peers with IPv4 addresses.
+    trusted += [
+        f"::ffff:{network.network_address}/{96 + network.prefixlen}"
+        for network in networks
+        if network.version == 4
+    ]
+    # Otherwise uvicorn trusts this machine, or the variable FORWARDED_ALLOW_IPS.
+    return {"proxy_headers": bool(trusted), "forwarded_allow_ips": trusted}
+
+
+def _provider(settings: Settings) -> SessionProvider:
+    if settings.provider == "kubernetes":
+        return KubernetesProvider(settings.namespace, settings.models_dir, settings.aliases)
+    check_aliases(settings.aliases, settings.models)
+    download_missing(settings.models)
+    models = [resolve(name, where) for name, where in settings.models.items()]
+    return LocalProvider(with_aliases(models, settings.aliases), settings)
+
+
+def _url(settings: Settings, port: int) -> str:
+    """Return the URL of the server for clients on this machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _check_versions(settings: Settings) -> None:
+    """Refuse the state of a newer release before anything is written to its folder."""
+    state_folder.check_version(settings.state_dir)
+    check_revision(settings.catalog_url)
+
+
+def _make_state_folder(settings: Settings) -> None:
+    """Make the state folder; on Kubernetes a server needs one only if it contains the catalog."""
+    if settings.database_url is None or settings.provider == "local":
+        state_folder.make(settings.state_dir)
+
+
+def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
+    """Return a context in which no other server uses the state folder.
+
+    On Kubernetes the volume with the catalog prevents a second pod.
+    """
+    if settings.provider == "kubernetes":
+        return nullcontext()
+    return state_folder.StateFolderLock(settings.state_dir, url)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        what = "another port with --port or TINKERCLOUD_PORT"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            what = "an address of this machine with --host or TINKERCLOUD_HOST"
+        raise PortTakenError(
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose {what}"
+        ) from None
+    listener.listen(2048)
+    return listener
+
+
+async def _print_welcome(settings: Settings, port: int) -> None:
+    """Create the first API key if there is none, and print how to connect.
+
+    On Kubernetes no key is created, because the output of pods is usually collected as logs.
+    """
+    engine = open_database(settings.catalog_url)
+    await migrate(engine)
+    catalog = Catalog(engine)
+    key = None
+    await _warn_of_lost_catalog(settings, catalog)
+    keys = await catalog.keys()
+    has_keys = settings.bootstrap_key is not None or bool(keys)
+    if settings.bootstrap_key is None and keys and not any(each.is_valid(now()) for each in keys):
+        log.warning(
+            "all API keys are revoked or have expired; create a new one",
+            command=_command(settings, "keys", "create", "NAME"),
+        )
+    if settings.provider == "kubernetes":
+        await catalog.close()
+        if not has_keys:
+            log.warning("there is no API key; set TINKERCLOUD_BOOTSTRAP_KEY from a Secret")
+        return
+    if not has_keys:
+        key = new_key()
+        await catalog.add_key(
+            key_hash=hash_key(key), name="first", owner=_user_name(), role=Role.ADMIN
+        )
+    await catalog.close()
+    sys.stderr.write(_welcome(settings, port, key) + "\n\n")
+
+
+async def _warn_of_lost_catalog(settings: Settings, catalog: Catalog) -> None:
+    """Log a warning if the catalog is empty but the checkpoint store is not."""
+    try:
+        is_lost = await catalog.is_empty() and await has_checkpoints(
+            ObjectStoreClient(open_store(settings.checkpoint_url))
+        )
+    except (WireError, BaseError) as error:
+        log.warning("cannot determine whether the store contains checkpoints", error=str(error))
+        return
+    if is_lost:
+        log.warning(
+            "the catalog is empty, but the store contains checkpoints: they can be loaded by path"
+            " but are not listed until the catalog is rebuilt",
+            checkpoints=settings.checkpoint_url,
+            command=_command(settings, "catalog", "rebuild"),
+        )
+
+
+def _user_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "admin"
+
+
+def _welcome(settings: Settings, port: int, key: str | None) -> str:
+    url = _url(settings, port)
+    model = next(iter(settings.models), None)
+    lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if model is None:
+        lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
+    if key is not None:
+        lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
+    else:
+        lines += [
+            "To create another API key:",
+            "",
+            _command(settings, "keys", "create", "NAME"),
+            "",
+        ]
+    lines += [
+        f"export TINKER_BASE_URL={url}",
+        f"export TINKER_API_KEY={key or 'tml-...'}",
+        f"export HF_ENDPOINT={url}/hf    # tokenizers from this server, not the public hub",
+    ]
+    if model is not None:
+        lines += [
+            "",
+            "import tinker",
+            "client = tinker.ServiceClient()",
+            f'training = client.create_lora_training_client(base_model="{model}").result()',
+            "tokenizer = training.get_tokenizer()",
+        ]
+    return "\n".join(lines)
+
+
+def _command(settings: Settings, *arguments: str) -> str:
+    """Return a command for this server's catalog that works in any folder."""
+    installed = Path(sys.executable).with_name("tinkercloud")
+    program = str(installed) if installed.exists() else "tinkercloud"
+    if settings.database_url is None:
+        state_dir = str(settings.state_dir.absolute())
+        return shlex.join([program, *arguments, "--state-dir", state_dir])
+    return shlex.join([program, *arguments]) + "    # with this server's database_url"

@@ -1,0 +1,1 @@
+"""HTTP without knowledge of sessions: middleware, connections, errors, OpenAPI."""

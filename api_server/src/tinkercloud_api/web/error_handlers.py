@@ -1,0 +1,105 @@
+"""Exception handlers of the JSON routes; the hot paths handle theirs in `hot_paths`."""
+
+from collections.abc import Iterable, Iterator
+
+import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
+from starlette.types import Scope
+
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.asgi import error_headers
+from tinkercloud_protocol.wire.errors import MethodNotAllowed, WireError
+from tinkercloud_protocol.wire.json_model import describe, sentences
+
+log = structlog.get_logger(__name__)
+
+
+def install(app: FastAPI) -> None:
+    """Install handlers that respond to all errors in the SDK's format, `{"detail": ...}`."""
+    app.add_exception_handler(WireError, _wire_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _wire_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, WireError)  # noqa: S101 - registered for this class
+    return JSONResponse({"detail": error.message}, error.status, error_headers(error))
+
+
+async def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this class
+    # The first part of a location is where a field came from (body, query). For invalid JSON, the
+    # location is a character position.
+    faults = [
+        {**fault, "loc": () if fault["type"] == "json_invalid" else fault["loc"][1:]}
+        for fault in error.errors()
+    ]
+    return JSONResponse({"detail": sentences(faults, "request body")}, 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
+    if error.status_code == 405:
+        # The framework's own error only has the methods of the first route at this path.
+        allowed = allowed_methods(request.app.routes, request.scope)
+        return await _wire_error(
+            request, MethodNotAllowed(request.method, request.url.path, allowed)
+        )
+    if error.status_code == 404:
+        detail = (
+            f"{request.method} {request.url.path} is not supported by this server;"
+            f" {_instead(request.url.path)}"
+        )
+        return JSONResponse({"detail": detail}, 404)
+    detail = error.detail
+    if isinstance(error.__cause__, RecursionError):
+        detail = "request body: JSON is nested too deeply; send only the fields of this call"
+    elif isinstance(error.__cause__, UnicodeDecodeError):
+        detail = "request body: not UTF-8; send uncompressed JSON in UTF-8"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)
+
+
+def allowed_methods(served: Iterable[BaseRoute], scope: Scope) -> set[str]:
+    """Return the methods with which a path is served; none if it is unknown."""
+    return {
+        method
+        for route in _flat(served)
+        if route.matches(scope)[0] is not Match.NONE
+        for method in getattr(route, "methods", None) or ()
+    }
+
+
+def _flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+    """Yield routes, and those of included routers, which FastAPI keeps apart."""
+    for route in served:
+        router = getattr(route, "original_router", None)
+        yield from [route] if router is None else _flat(router.routes)
+
+
+def _instead(path: str) -> str:
+    """Return what to use instead of a path that people try first."""
+    if path == "/login":
+        return "logins are off: an operator turns them on with TINKERCLOUD_OIDC"
+    if path == "/metrics":
+        return "metrics have a port of their own, TINKERCLOUD_METRICS_PORT"
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return f"the base URL of Anthropic's clients is {routes.ANTHROPIC}"
+    if path == "/v1" or path.startswith("/v1/"):
+        return (
+            f"the base URL of OpenAI's clients is {routes.OPENAI}, that of Anthropic's"
+            f" {routes.ANTHROPIC}"
+        )
+    return "docs/use/sdk.md lists the supported calls, and /openapi.json describes them"
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, ValidationError):
+        return JSONResponse({"detail": describe(error, "request body")}, 400)
+    log.error("unexpected error while handling a request", path=request.url.path, exc_info=error)
+    return JSONResponse({"detail": "internal error; see the server log for details"}, 500)

@@ -1,0 +1,67 @@
+"""The operations of the OpenAI- and Anthropic-compatible endpoints in the OpenAPI document.
+
+Their bodies are those that the clients' own documentation describes; `docs/use/openai.md` lists the
+fields that this server supports.
+"""
+
+from typing import Any
+
+from tinkercloud_protocol.responses import chat_errors
+from tinkercloud_protocol.wire import future_responses, routes
+
+_SESSION = routes.OPENAI_SESSIONS + "/{session_id}"
+_SUMMARIES = {
+    ("get", routes.OPENAI_MODELS): "List base models and the caller's checkpoints",
+    ("get", routes.OPENAI_MODELS + "/{model}"): "Look up a model",
+    ("post", routes.OPENAI_CHAT): "Create a chat completion",
+    ("post", routes.OPENAI_COMPLETIONS): "Create a completion",
+    ("post", routes.OPENAI_SESSIONS): "Create a recorded session of a model",
+    ("post", _SESSION + "/v1/chat/completions"): "Create a chat completion, and record it",
+    ("get", _SESSION + "/datums"): "Return recorded turns as training data",
+    ("delete", _SESSION): "Delete a recorded session",
+    ("get", routes.ANTHROPIC_MODELS): "List base models and the caller's checkpoints",
+    ("get", routes.ANTHROPIC_MODELS + "/{model}"): "Look up a model",
+    ("post", routes.ANTHROPIC_MESSAGES): "Create a message",
+    ("post", routes.ANTHROPIC_COUNT_TOKENS): "Count the tokens of a message",
+}
+_STATUSES = {
+    "400": "A field is invalid or not supported; the message names it.",
+    "401": "The key is missing, unknown or revoked.",
+    "404": "The model does not exist, or belongs to another owner.",
+    "413": "The body is too large.",
+    "429": "Too many waiting requests; try again later.",
+    "503": "The session head is unavailable; try again.",
+}
+
+
+def chat_operations() -> dict[str, dict[str, Any]]:
+    """Return the operations by path and method."""
+    paths: dict[str, dict[str, Any]] = {}
+    for (method, path), summary in _SUMMARIES.items():
+        paths.setdefault(path, {})[method] = _operation(method, path, summary)
+    return paths
+
+
+def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
+    content = {future_responses.JSON: {"schema": {"type": "object"}}}
+    operation: dict[str, Any] = {
+        "tags": ["anthropic" if path.startswith(chat_errors.ANTHROPIC) else "openai"],
+        "summary": summary,
+        "operationId": f"{method}_{path.strip('/')}".replace("/", "_").translate(_NO_BRACES),
+        "responses": {"200": {"description": "The answer.", "content": content}},
+        "security": [{"key": []}, {"bearer": []}],
+    }
+    for status, description in _STATUSES.items():
+        operation["responses"][status] = {"description": description, "content": content}
+    if method == "post":
+        operation["requestBody"] = {"required": True, "content": content}
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    return operation
+
+
+_NO_BRACES = str.maketrans("", "", "{}")

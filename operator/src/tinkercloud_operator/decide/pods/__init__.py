@@ -1,0 +1,1 @@
+"""Decisions about pods: failures, disruptions, drift, deadlines, nodes that fit. Pure."""

@@ -1,0 +1,1 @@
+"""Decisions about the pool of a BaseModel: its clusters, members, moves and warm spares. Pure."""

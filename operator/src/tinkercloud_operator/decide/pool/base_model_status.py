@@ -1,0 +1,86 @@
+"""The status of a BaseModel: whether it is active, and what its sessions use. Pure."""
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus, SparesStatus
+from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
+from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide.pool.pool_facts import is_cluster
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.spec.parallelism import planning_problem
+
+_NO_PODS = frozenset({"Suspended", "Finished"})
+
+
+def base_model_status(
+    base_model: Manifest,
+    active: Manifest | None,
+    sessions: Sequence[Manifest],
+    now: datetime,
+    *,
+    pool: PoolStatus | None = None,
+    spares: SparesStatus | None = None,
+) -> BaseModelStatus:
+    """Return the status of a BaseModel.
+
+    Args:
+        base_model: the BaseModel.
+        active: the active BaseModel of this model name.
+        sessions: all sessions of this model name.
+        now: transition time of conditions that change.
+        pool: the status of its pool, if it has one.
+        spares: the status of its warm spares, if it has any.
+    """
+    previous = BaseModelStatus.model_validate(base_model.get("status", {}))
+    generation = base_model["metadata"].get("generation", 0)
+    reason, message = _problem(base_model, active)
+    is_ready = reason is Reason.ACCEPTED
+    truths: dict[ConditionType, ConditionStatus] = {
+        ConditionType.READY: "True" if is_ready else "False",
+        ConditionType.RECONCILING: "False",
+        ConditionType.STALLED: "False" if is_ready else "True",
+    }
+    # Sessions belong to the active BaseModel.
+    its_own = sessions if reason is not Reason.DUPLICATE else []
+    statuses = [session.get("status", {}) for session in its_own]
+    return BaseModelStatus(
+        observed_generation=generation,
+        conditions=[
+            moved(
+                previous.conditions,
+                kind,
+                truth,
+                Reason.STABLE if kind is ConditionType.RECONCILING else reason,
+                message,
+                generation=generation,
+                now=now,
+            )
+            for kind, truth in truths.items()
+        ],
+        live_sessions=sum(
+            session.get("status", {}).get("phase") not in _NO_PODS
+            for session in its_own
+            if not is_cluster(session)
+        ),
+        gpus=sum(status.get("gpus", 0) for status in statuses),
+        pool=pool if reason is not Reason.DUPLICATE else None,
+        spares=spares if reason is not Reason.DUPLICATE else None,
+    )
+
+
+def _problem(base_model: Manifest, active: Manifest | None) -> tuple[Reason, str]:
+    spec = parsing.base_model(base_model)
+    if spec is None:
+        return Reason.NOT_ALLOWED, (
+            "this version of the operator cannot read the spec; upgrade the operator or correct the"
+            " spec"
+        )
+    if active is not None and active["metadata"]["uid"] != base_model["metadata"]["uid"]:
+        name = active["metadata"]["name"]
+        return (
+            Reason.DUPLICATE,
+            f"BaseModel {name!r} has the same modelName and is older, so it takes precedence",
+        )
+    problem = planning_problem(spec)
+    return (Reason.ACCEPTED, "") if problem is None else (Reason.NOT_ALLOWED, problem)

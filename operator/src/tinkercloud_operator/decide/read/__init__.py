@@ -1,0 +1,1 @@
+"""Reading Kubernetes objects and messages of the API server. Pure."""

@@ -1,0 +1,1 @@
+"""Decisions about one session: its plan, lifetime and status. Pure."""

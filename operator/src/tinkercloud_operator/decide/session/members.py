@@ -1,0 +1,270 @@
+"""What a session needs that a pool cluster or a taken spare serves: a status, no pods. Pure.
+
+The pool's own worker gives it a place (`pool_plan`). Its steps to Ready are those of the cluster
+that serves it. When it ends, the head of the cluster saves a last checkpoint of its model and drops
+the model, which frees the slot.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+from tinkercloud_crds.conditions import (
+    MAX_MESSAGE_LENGTH,
+    SESSION_STEPS,
+    Condition,
+    ConditionType,
+    Reason,
+    find,
+    timestamp,
+)
+from tinkercloud_crds.names import Names
+from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_operator.decide.session.actions import (
+    Delete,
+    DeleteSession,
+    Plan,
+    RemoveModel,
+    SetFinalizer,
+)
+from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide
+from tinkercloud_operator.decide.session.readiness import StepStatus
+from tinkercloud_operator.decide.session.status import conditions, phase, reporting_plan
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.resolved import (
+    Rejection,
+    ResolvedSpec,
+    idle_policy,
+    max_lifetime,
+    resolve,
+)
+from tinkercloud_operator.spec.snapshot import ChildKey, Observed, PoolCluster
+
+_RETRY_SECONDS = 5.0
+"""Interval between two requests to a head that has not completed one."""
+_LEAST_REMOVAL_SECONDS = 15.0
+"""Time limit for dropping a model of a head, even if no time is given to save it."""
+
+
+def reconcile_member(observed: Observed, settings: Settings) -> Plan:
+    """Return the plan for a session that shares a cluster."""
+    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    if observed.deleted is not None:
+        return _finalize(observed, resolved, settings)
+    decision = _decision(observed, resolved)
+    new_status = _status(observed, resolved, decision)
+    seconds = None
+    if decision.changes_at is not None:
+        seconds = max(0.0, (decision.changes_at - observed.now).total_seconds())
+    match decision.desired:
+        case DesiredState.DELETED:
+            return reporting_plan(observed, [DeleteSession()], new_status, None)
+        case DesiredState.FINISHED:
+            request = _removal(observed, _removal_seconds(settings))
+            if request is not None:
+                return reporting_plan(observed, [request], new_status, _RETRY_SECONDS)
+            return reporting_plan(observed, [], new_status, seconds)
+        case DesiredState.RUNNING if not observed.has_finalizer and _may_have_model(observed):
+            # Before it has a place: what a head holds for it must be dropped when it ends.
+            return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
+        case _:
+            return reporting_plan(observed, _delete_children(observed), new_status, seconds)
+
+
+def _delete_children(observed: Observed) -> list[Delete]:
+    """Return the deletions of what was being started when the session took over a spare.
+
+    Its pods have served nobody. The Secret and its marker stay for pods that it may get later.
+    """
+    marker = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    return [
+        Delete(key)
+        for key, child in observed.children.items()
+        if key != marker and "deletionTimestamp" not in child["metadata"]
+        if key.kind == "RayCluster" or not observed.has_pods
+    ]
+
+
+def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decision:
+    """Return the desired state.
+
+    A session in a pool saves no pods by being suspended; one with a spare does.
+    """
+    idle = idle_policy(observed.spec, observed.base_model)
+    has_cluster = observed.spec.sharing == "Dedicated"
+    is_judged = (
+        isinstance(resolved, ResolvedSpec)
+        and idle is not None
+        and (has_cluster or idle.action == "Delete")
+    )
+    judged: Idle | None = idle if is_judged else None
+    return decide(observed, judged, max_lifetime(observed.spec, observed.base_model))
+
+
+def _may_have_model(observed: Observed) -> bool:
+    return observed.spec.role == "Trainer"
+
+
+def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: Settings) -> Plan:
+    """Let the head drop the model, then remove the finalizer, after a limited time in any case."""
+    if not observed.has_finalizer or observed.deleted is None:
+        return Plan()
+    limit = observed.deleted + timedelta(seconds=_removal_seconds(settings))
+    left = (limit - observed.now).total_seconds()
+    request = _removal(observed, left)
+    if request is not None:
+        new_status = _status(observed, resolved, None)
+        return reporting_plan(observed, [request], new_status, min(left, _RETRY_SECONDS))
+    if left > 0 and _is_restarting(observed):
+        return reporting_plan(observed, [], _status(observed, resolved, None), left)
+    return Plan((SetFinalizer(present=False),))
+
+
+def _removal_seconds(settings: Settings) -> float:
+    return max(settings.last_checkpoint_seconds, _LEAST_REMOVAL_SECONDS)
+
+
+def _removal(observed: Observed, left: float) -> RemoveModel | None:
+    """Return the request that the head still needs, if it can serve one."""
+    cluster, model_id = observed.pool_cluster, observed.spec.model_id
+    if cluster is None or model_id is None or left <= 0 or not _may_have_model(observed):
+        return None
+    if cluster.endpoint is None or cluster.incarnation is None:
+        return None
+    if ("remove", cluster.incarnation) in observed.completed_saves:
+        return None
+    return RemoveModel(cluster.name, cluster.endpoint, cluster.incarnation, model_id, left)
+
+
+def _is_leaving(observed: Observed) -> bool:
+    """Return whether a head still has to save and drop the model."""
+    return _removal(observed, _LEAST_REMOVAL_SECONDS) is not None
+
+
+def _is_restarting(observed: Observed) -> bool:
+    """Return whether the head of the cluster may come back with the model."""
+    cluster = observed.pool_cluster
+    return cluster is not None and cluster.endpoint is None and cluster.has_pods
+
+
+def _status(
+    observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
+) -> TrainingSessionStatus:
+    ready, steps = _steps(observed, resolved, decision)
+    previous, cluster = observed.status, observed.pool_cluster
+    is_served = ready.is_reached and cluster is not None
+    finished = previous.finished_time
+    is_over = decision is not None and decision.desired is DesiredState.FINISHED
+    if finished is None and is_over and not _is_leaving(observed):
+        finished = timestamp(observed.now)
+    return TrainingSessionStatus(
+        observed_generation=observed.generation,
+        phase=phase(observed, decision, ready),
+        conditions=conditions(observed, ready, steps, decision),
+        endpoint=cluster.endpoint if cluster is not None and is_served else None,
+        incarnation=cluster.incarnation
+        if cluster is not None and is_served
+        else previous.incarnation,
+        last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
+        latest_checkpoint=_latest_checkpoint(observed),
+        restarts=previous.restarts,
+        served_incarnation=previous.served_incarnation,
+        saved_incarnation=previous.saved_incarnation,
+        finished_time=finished,
+        message=ready.message[:MAX_MESSAGE_LENGTH] or None,
+    )
+
+
+def _latest_checkpoint(observed: Observed) -> str | None:
+    cluster = observed.pool_cluster
+    incarnation = cluster.incarnation if cluster is not None else None
+    saved = observed.completed_saves.get(("remove", incarnation or ""))
+    return saved or observed.status.latest_checkpoint
+
+
+def _steps(
+    observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
+) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
+    """Return the status of Ready and of the steps that lead to it."""
+    found = [_accepted(observed, resolved), *_later_steps(observed, decision)]
+    blocker: StepStatus | None = None
+    steps = {}
+    for kind, step in zip(SESSION_STEPS, found, strict=True):
+        if blocker is None and not step.is_reached:
+            blocker = step
+        steps[kind] = step if blocker is None else blocker
+    return blocker or StepStatus(is_reached=True, reason=Reason.READY), steps
+
+
+def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepStatus:
+    if isinstance(resolved, ResolvedSpec):
+        return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
+    if observed.pool_cluster is not None:
+        message = (
+            "the session is being served, but would not be accepted with the current spec:"
+            f" {resolved.message}"
+        )
+        return StepStatus(is_reached=True, reason=resolved.reason, message=message)
+    return StepStatus(is_reached=False, reason=resolved.reason, message=resolved.message)
+
+
+def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[StepStatus]:
+    """Yield the status of each step after the first one."""
+    cluster = observed.pool_cluster
+    if decision is None:
+        yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
+    elif decision.desired is not DesiredState.RUNNING:
+        # Clients wait for the last checkpoint, which the error then names. The cluster of a pool
+        # keeps the model of a suspended session.
+        is_kept = observed.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
+        is_leaving = _is_leaving(observed) and not is_kept
+        reason = Reason.SUSPENDING if is_leaving else decision.reason
+        stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
+        yield from [stops] * 4
+    elif cluster is None and observed.spec.sharing == "Dedicated":
+        message = (
+            f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods when the"
+            " head of that cluster has ended"
+        )
+        yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
+    elif cluster is None and observed.quota_message is not None:
+        waits = StepStatus(
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+        )
+        yield from [waits] * 4
+    elif cluster is None:
+        message = observed.pool_message or "waiting for a place in the pool"
+        yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4
+    else:
+        place = f"served by pool cluster {cluster.name}"
+        reason = Reason.PLACED
+        if observed.pool_message is not None:
+            place, reason = f"{place}; {observed.pool_message}", Reason.MOVE_FAILED
+        yield StepStatus(is_reached=True, reason=reason, message=place)
+        has_others = observed.spec.sharing == "Shared"
+        yield from (
+            _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]
+        )
+
+
+def _step_of_cluster(cluster: PoolCluster, kind: ConditionType, *, has_others: bool) -> StepStatus:
+    """Return the status of a step of the cluster, which is that of all sessions on it.
+
+    On a cluster of several owners it has the reason alone: the words of its head and its logs may
+    name runs of others.
+    """
+    if cluster.endpoint is not None:
+        step = find(cluster.conditions, kind)
+        reason = Reason.READY if step is None else Reason(step.reason)
+        return StepStatus(is_reached=True, reason=reason)
+    ready = find(cluster.conditions, ConditionType.READY)
+    why = _why_not_ready(ready, has_others=has_others)
+    message = f"pool cluster {cluster.name} is not ready{why}"
+    return StepStatus(is_reached=False, reason=Reason.POOL_CLUSTER_NOT_READY, message=message)
+
+
+def _why_not_ready(ready: Condition | None, *, has_others: bool) -> str:
+    if ready is None or ready.status == "True":
+        return ""
+    words = f": {ready.message}" if ready.message and not has_others else ""
+    return f": {ready.reason}{words}"

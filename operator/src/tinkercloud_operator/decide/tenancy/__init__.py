@@ -1,0 +1,1 @@
+"""Decisions between owners: quotas of tenants, and the order of starts."""

@@ -1,0 +1,522 @@
+"""Everything the operator has observed in the cluster, kept in memory; no I/O.
+
+Objects arrive from three sides: watch events, answers to the operator's own writes, and complete
+lists. `tinkercloud_kube.objects` decides which state of an object counts; this module keeps the
+indexes by session.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+from pydantic import ValidationError
+
+from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import CORDON, BaseModelSpec
+from tinkercloud_crds.conditions import ConditionType, find
+from tinkercloud_crds.tenant import TenantSpec
+from tinkercloud_crds.times import parse_time
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_kube.objects import Change, Manifest, Objects
+from tinkercloud_operator.children.secret_marker import has_secret
+from tinkercloud_operator.decide.pods.deadlines import ending_head
+from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
+from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
+from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.session.status import head_url
+from tinkercloud_operator.decide.tenancy import start_order
+from tinkercloud_operator.decide.tenancy.session_index import SessionIndex, age, is_live
+from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
+from tinkercloud_operator.decide.tenancy.tenant_quotas import TenantQuotas
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
+from tinkercloud_operator.spec.snapshot import (
+    ChildKey,
+    FailedSave,
+    Node,
+    Observed,
+    Pod,
+    PoolCluster,
+    ProgramPod,
+    SaveKey,
+)
+
+Metadata = Mapping[str, Any]
+
+CHILD_KINDS = (
+    "RayCluster",
+    "Service",
+    "ConfigMap",
+    "NetworkPolicy",
+    "PodDisruptionBudget",
+    "ResourceClaimTemplate",
+    "Job",
+)
+_PROGRAM_POD = "ProgramPod"
+"""Pods of programs, which are kept apart from the session's own pods."""
+
+_PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
+"""Kinds that determine whether a session's pods are scheduled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Inputs of a snapshot that are not watched objects."""
+
+    has_kuberay: bool
+    has_device_claims: bool
+    starts_in_order: bool
+    nodes: tuple[Node, ...] | None
+    apply_error: str | None
+    completed_saves: Mapping[SaveKey, str | None]
+    pending_saves: frozenset[SaveKey]
+    now: datetime
+    kuberay_gap: str | None = None
+    own_gap: str | None = None
+    node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    pool_message: str | None = None
+    takes_spare: bool = False
+    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
+    engines_needed: int | None = None
+    is_emptied: bool = False
+
+
+def _kept(kind: str, manifest: Manifest) -> Manifest:
+    interned: Manifest = parsing.interned(parsing.slim(kind, manifest))
+    return interned
+
+
+def _objects_of(kind: str) -> Objects[Manifest]:
+    return Objects(partial(_kept, "Pod" if kind == _PROGRAM_POD else kind))
+
+
+@dataclass(slots=True)
+class Watched:
+    """The objects of one namespace. Methods that take objects return the sessions affected."""
+
+    sessions: Objects[Manifest] = field(default_factory=partial(_objects_of, "TrainingSession"))
+    """By name."""
+    base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
+    """By name."""
+    tenants: Objects[Manifest] = field(default_factory=partial(_objects_of, "Tenant"))
+    """By name."""
+    quotas: TenantQuotas = field(default_factory=TenantQuotas)
+    _child_objects: dict[str, Objects[Manifest]] = field(
+        default_factory=lambda: {
+            kind: _objects_of(kind) for kind in ("Pod", _PROGRAM_POD, *CHILD_KINDS)
+        }
+    )
+    """By kind."""
+    _owners: SessionIndex = field(default_factory=SessionIndex)
+    _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
+    """Children by session."""
+    _failures: dict[str, Manifest] = field(default_factory=dict)
+    """By session: its last failed pod, which may be gone."""
+    _turns: start_order.StartOrder = field(default_factory=start_order.StartOrder)
+
+    def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
+        """Note the state of one object; return the sessions to reconcile."""
+        if kind == "Pod" and parsing.is_of_program(manifest):
+            kind = _PROGRAM_POD
+        change = self._objects(kind).note(manifest, is_gone=is_gone)
+        return set() if change is None else self._apply(kind, manifest, change)
+
+    def replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
+        """Note a complete list of a kind; return the sessions to reconcile.
+
+        Args:
+            kind: of the objects.
+            manifests: all objects of the kind at one moment.
+            version: resource version of that moment; objects known to be newer are kept.
+        """
+        if kind == "Pod":
+            listed = list(manifests)
+            of_programs = [each for each in listed if parsing.is_of_program(each)]
+            own = [each for each in listed if not parsing.is_of_program(each)]
+            return self._replace(kind, own, version) | self._replace(
+                _PROGRAM_POD, of_programs, version
+            )
+        return self._replace(kind, manifests, version)
+
+    def _replace(self, kind: str, manifests: Iterable[Manifest], version: int) -> set[str]:
+        affected: set[str] = set()
+        for change in self._objects(kind).replace(manifests, version):
+            manifest = change.after if change.after is not None else change.before
+            if manifest is not None:
+                affected |= self._apply(kind, manifest, change)
+        return affected
+
+    def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
+        """Return what is known of a session; None if it does not exist, or can't be read."""
+        manifest = self.sessions.get(name)
+        if manifest is None:
+            return None
+        metadata = manifest["metadata"]
+        annotations = metadata.get("annotations", {})
+        parsed = _parsed(manifest)
+        if parsed is None:
+            return None
+        spec, status, created = parsed
+        everything = self._children.get(name, {})
+        children = _of_session(everything, metadata["uid"])
+        base_model = self._base_model(spec.base_model)
+        quota_message = self._quota_message(manifest)
+        may_start = surroundings.starts_in_order and quota_message is None
+        return Observed(
+            name=name,
+            namespace=metadata["namespace"],
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            created=created,
+            deleted=parse_time(metadata.get("deletionTimestamp")),
+            has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+            is_declared=spec.model_id is None and not _is_for_client(metadata),
+            spec=spec,
+            status=status,
+            last_activity=parsing.last_activity(manifest),
+            degraded=annotations.get(labels.DEGRADED),
+            retried=parse_time(annotations.get(labels.RETRY)),
+            base_model=base_model,
+            sessions_of_owner=self.older_siblings(manifest, base_model),
+            start_order_message=self._turn(manifest) if may_start else None,
+            children=_without_pods(children),
+            pods=pods_of(children, are_scaled=False),
+            scaled_pods=pods_of(children, are_scaled=True),
+            engines_needed=surroundings.engines_needed,
+            is_emptied=surroundings.is_emptied,
+            program_pods=_program_pods(children),
+            failed=failed_pod(self._failures.get(name), children),
+            predecessors={key: item for key, item in everything.items() if key not in children},
+            has_secret=has_secret(name, children),
+            has_kuberay=surroundings.has_kuberay,
+            has_device_claims=surroundings.has_device_claims,
+            nodes=surroundings.nodes,
+            apply_error=surroundings.apply_error,
+            completed_saves=surroundings.completed_saves,
+            pending_saves=surroundings.pending_saves,
+            failed_saves=surroundings.failed_saves,
+            now=surroundings.now,
+            kuberay_gap=surroundings.kuberay_gap,
+            own_gap=surroundings.own_gap,
+            node_taints=surroundings.node_taints,
+            leave_node=annotations.get(labels.LEAVE_NODE),
+            pool_cluster=self._pool_cluster(spec, metadata),
+            pool_message=surroundings.pool_message,
+            takes_spare=surroundings.takes_spare,
+            quota_message=quota_message,
+            tenant=self._tenant_of(spec.owner),
+        )
+
+    def has_only_ready_pods(self, name: str) -> bool:
+        """Whether a session has pods, and all of them are Ready."""
+        children = self._children.get(name, {})
+        pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
+        return bool(pods) and all(pod.is_ready for pod in pods)
+
+    def cluster_of(self, name: str) -> Manifest | None:
+        """Return the RayCluster of a session, if it has one of its own."""
+        return self._children.get(name, {}).get(ChildKey("RayCluster", name))
+
+    def has_cluster(self, name: str) -> bool:
+        """Whether a session has a RayCluster of its own."""
+        return self.cluster_of(name) is not None
+
+    def may_start(self, session: Manifest) -> bool:
+        """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
+        return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
+
+    def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
+        """Return the pool cluster of a session, or its spare, if it has one that exists."""
+        name, namespace = spec.pool_cluster, metadata["namespace"]
+        manifest = self.sessions.get(name) if name is not None else None
+        if name is None or manifest is None or not is_cluster(manifest):
+            return None
+        if spec.sharing == "Dedicated" and taken_by(manifest) != metadata["uid"]:
+            return None
+        status = parsing.session_status(manifest)
+        ready = find(status.conditions, ConditionType.READY)
+        is_ready = ready is not None and ready.status == "True"
+        is_serving = is_ready and "deletionTimestamp" not in manifest["metadata"]
+        return PoolCluster(
+            name=name,
+            endpoint=head_url(name, namespace) if is_serving else None,
+            incarnation=status.incarnation,
+            has_pods=self.has_cluster(name),
+            conditions=status.conditions,
+        )
+
+    def ending_heads(self, model_name: str, now: datetime) -> dict[str, Pod]:
+        """Return heads that still run, or save, although their cluster was deleted.
+
+        Args:
+            model_name: of the sessions that those clusters served.
+            now: the current time.
+
+        Returns:
+            the heads, by the name of a pool cluster or spare that some session still names.
+        """
+        named = {each["spec"].get("poolCluster") for each in self.sessions_of(model_name)}
+        gone = named - self.sessions.keys() - {None}
+        found = {name: self._ending_head(str(name), now) for name in gone}
+        return {str(name): head for name, head in found.items() if head is not None}
+
+    def _ending_head(self, gone: str, now: datetime) -> Pod | None:
+        """Return the running head of a session that is gone; its RayCluster may be known still.
+
+        A head without a RayCluster as its owner was orphaned: nothing deletes it.
+        """
+        pods = pods_of(_without_orphans(self._children.get(gone, {})), are_scaled=False)
+        return ending_head((replace(pod, is_terminating=True) for pod in pods), now)
+
+    def members_of(self, cluster: Manifest) -> list[str]:
+        """Return the sessions that a pool cluster serves."""
+        name = cluster["metadata"]["name"]
+        return [
+            session["metadata"]["name"]
+            for session in self.sessions_of(cluster["spec"].get("baseModel", ""))
+            if session["spec"].get("poolCluster") == name
+        ]
+
+    def sessions_of(self, model_name: str) -> list[Manifest]:
+        """Return the sessions of a base model."""
+        return list(self._owners.of_model(model_name))
+
+    def with_pods_on(self, nodes: frozenset[str]) -> list[str]:
+        """Return the sessions that have pods on some nodes."""
+        return [
+            session
+            for session, children in self._children.items()
+            if any(
+                key.kind == "Pod" and item["spec"].get("nodeName") in nodes
+                for key, item in children.items()
+            )
+        ]
+
+    def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
+        """Return whether a session has pods on cordoned nodes that it needs and must leave.
+
+        `decide.pods.disruptions` decides the same for a session that is observed in full.
+        """
+        session = self.sessions.get(name)
+        if session is None or not nodes:
+            return False
+        base_model = self._base_model(session["spec"].get("baseModel", ""))
+        if base_model is None or CORDON in base_model.sessions.leave_taints:
+            left = nodes
+        else:
+            asked = session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE)
+            left = nodes & {asked}
+        return any(
+            each.node in left and not (each.is_terminating or {"", CORDON} & each.tolerations)
+            for each in pods_of(self._children.get(name, {}), are_scaled=False)
+        )
+
+    def offering(self, model_name: str) -> Manifest | None:
+        """Return the BaseModel of a model name: the oldest, if there are several."""
+        found = [
+            item
+            for item in self.base_models.values()
+            if item["spec"].get("modelName") == model_name
+        ]
+        return min(found, key=age, default=None)
+
+    def older_siblings(self, manifest: Manifest, base_model: BaseModelSpec | None) -> int:
+        """Return how many live sessions its owner has that came first."""
+        if base_model is None or base_model.limits.max_sessions_per_owner is None:
+            return 0
+        return self._owners.older(manifest)
+
+    def _turn(self, session: Manifest) -> str | None:
+        """Return why other sessions have their pods first, if any compete with this one."""
+        name = session["metadata"]["name"]
+        if self.has_cluster(name):
+            return None
+        return self._turns.admit(session, self.offering)
+
+    def _quota_message(self, session: Manifest) -> str | None:
+        """Return which limit of its owner's tenant a session waits for, if any."""
+        has_cluster = self.has_cluster(session["metadata"]["name"])
+        if self.resolved(session) is None:
+            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
+            return None
+        return self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+
+    def resolved(self, session: Manifest) -> ResolvedSpec | None:
+        """Return what a session would start with now; None if it would be rejected."""
+        try:
+            spec = TrainingSessionSpec.model_validate(session.get("spec", {}))
+        except ValidationError:
+            return None
+        base_model = self._base_model(spec.base_model)
+        found = resolve(spec, base_model, self.older_siblings(session, base_model))
+        if isinstance(found, ResolvedSpec):
+            found = choices_of_tenant(spec, found, self._tenant_of(spec.owner))
+        return found if isinstance(found, ResolvedSpec) else None
+
+    def _base_model(self, model_name: str) -> BaseModelSpec | None:
+        offering = self.offering(model_name)
+        return parsing.base_model(offering) if offering is not None else None
+
+    def _tenant_of(self, owner: str) -> TenantSpec | None:
+        tenant = self.quotas.tenant(owner)
+        return tenant.spec if tenant is not None else None
+
+    def _note_quota(self, session: str, change: Change[Manifest] | None = None) -> set[str]:
+        """Note what a session uses of its tenant's limits; return those that may now start."""
+        known = self.sessions.get(session)
+        if known is not None:
+            has_cluster = self.has_cluster(session)
+            return self.quotas.note(known, self.offering, has_cluster=has_cluster)
+        if change is not None and change.before is not None:
+            return self.quotas.forget(change.before)
+        return set()
+
+    def _concerned(self, kind: str, manifest: Manifest) -> set[str]:
+        if kind == "BaseModel":
+            model_name = manifest["spec"].get("modelName", "")
+            return {item["metadata"]["name"] for item in self.sessions_of(model_name)}
+        session = _session_of(kind, manifest["metadata"])
+        concerned = {session} if session in self.sessions else set()
+        known = self.sessions.get(session)
+        if kind == "TrainingSession" and (known is None or not is_live(known)):
+            # They may have been waiting for this one to end.
+            concerned |= self._owners.siblings(manifest)
+        return concerned
+
+    def own(self, kind: str) -> Objects[Manifest]:
+        """Return the known objects of one of our own kinds."""
+        known = {"TrainingSession": self.sessions, "Tenant": self.tenants}
+        return known.get(kind, self.base_models)
+
+    def _objects(self, kind: str) -> Objects[Manifest]:
+        is_child = kind in self._child_objects
+        return self._child_objects[kind] if is_child else self.own(kind)
+
+    def _apply(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
+        """Update the indexes after a change; return the sessions to reconcile."""
+        affected: set[str] = set()
+        if kind == "Tenant":
+            return self.quotas.replace_tenants(self.tenants.values())
+        if kind == "TrainingSession":
+            self._index_session(change)
+            affected = self._note_quota(change.name, change)
+        elif kind != "BaseModel":
+            affected = self._index_child(kind, manifest, change)
+        if kind == "RayCluster":
+            affected |= self._note_quota(_session_of(kind, manifest["metadata"]))
+        if kind in _PLACING:
+            affected |= self._next_turns(_session_of(kind, manifest["metadata"]))
+        return affected | self._concerned(kind, manifest)
+
+    def _index_session(self, change: Change[Manifest]) -> None:
+        if change.before is not None:
+            self._owners.remove(change.before)
+        if change.after is not None:
+            self._owners.put(change.after)
+        else:
+            self._failures.pop(change.name, None)
+
+    def _index_child(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
+        """Update the children of the sessions affected; return the one that lost a child, if any.
+
+        A child changes its session when somebody edits its owners or labels.
+        """
+        key = ChildKey(kind, change.name)
+        session = _session_of(kind, manifest["metadata"])
+        before = session
+        if change.before is not None:
+            before = _session_of(kind, change.before["metadata"])
+            self._remove_child(before, key)
+        if change.after is not None:
+            self._children.setdefault(session, {})[key] = change.after
+        if kind == "Pod" and session in self.sessions:
+            self._remember(session, manifest)
+        return {before} & self.sessions.keys() if before != session else set()
+
+    def _remove_child(self, session: str, key: ChildKey) -> None:
+        children = self._children.get(session, {})
+        children.pop(key, None)
+        if not children:
+            self._children.pop(session, None)
+
+    def _next_turns(self, session: str) -> set[str]:
+        """Return the sessions whose turn to start may have come because of a change to another."""
+        own = self._children.get(session, {})
+        is_turn_of_others = self._turns.note(session, self.sessions.get(session), own)
+        return self._turns.next(self.offering) if is_turn_of_others else set()
+
+    def _remember(self, session: str, pod: Manifest) -> None:
+        """Remember a session's pod that has failed, until another is ready in its place."""
+        last = self._failures.get(session)
+        # Of one that is deleted at once, its deletion alone may be seen.
+        if parsing.has_failed(pod):
+            self._failures[session] = parsing.slim("Pod", pod)
+        elif last is not None and parsing.replaces(pod, last):
+            del self._failures[session]
+
+
+def _is_for_client(metadata: Metadata) -> bool:
+    return labels.CREATED_FOR in metadata.get("annotations", {})
+
+
+def _parsed(
+    manifest: Manifest,
+) -> tuple[TrainingSessionSpec, TrainingSessionStatus, datetime] | None:
+    """Return the spec, the status and the creation time of a session; None if it is unreadable."""
+    created = parse_time(manifest["metadata"]["creationTimestamp"])
+    try:
+        spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
+        status = parsing.session_status(manifest)
+    except ValidationError:
+        return None
+    return None if created is None else (spec, status, created)
+
+
+def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
+    """Return the children that do not belong to an earlier session with the same name."""
+    return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
+
+
+def _without_pods(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
+    """Return the children that are not pods."""
+    kinds = {"Pod", _PROGRAM_POD}
+    return {key: item for key, item in children.items() if key.kind not in kinds}
+
+
+def _without_orphans(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
+    """Return the children without pods that no RayCluster owns."""
+    return {
+        key: item
+        for key, item in children.items()
+        if key.kind != "Pod"
+        or any(each["kind"] == "RayCluster" for each in item["metadata"].get("ownerReferences", []))
+    }
+
+
+def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
+    return tuple(
+        parsing.program_pod(item) for key, item in children.items() if key.kind == _PROGRAM_POD
+    )
+
+
+def _session_of(kind: str, metadata: Metadata) -> str:
+    """Return the session that an object is, or belongs to.
+
+    Owner references take precedence, as labels are easier to edit; pods are owned by their
+    RayCluster.
+    """
+    if kind == "TrainingSession":
+        return str(metadata["name"])
+    for owner in metadata.get("ownerReferences", []):
+        if owner["kind"] == "TrainingSession":
+            return str(owner["name"])
+    found = metadata.get("labels", {})
+    of_program = found.get(labels.PROGRAM_LABEL, "")
+    return str(of_program if kind == _PROGRAM_POD else found.get(labels.SESSION_LABEL, ""))
+
+
+def _session_uid(child: Manifest) -> str | None:
+    """Return the uid of the session that owns a child; None for pods, owned by the RayCluster."""
+    owners = child["metadata"].get("ownerReferences", [])
+    return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)

@@ -1,0 +1,1 @@
+"""Running the decisions about pools, warm spares and tenants."""

@@ -1,0 +1,1 @@
+"""Adapters and base models from elsewhere: formats, and whether they fit."""

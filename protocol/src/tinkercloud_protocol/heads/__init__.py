@@ -1,0 +1,1 @@
+"""Contracts between session heads, API servers and the operator."""

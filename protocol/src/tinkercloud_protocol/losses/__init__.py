@@ -1,0 +1,1 @@
+"""Custom losses: traced functions as data, their operations and limits."""

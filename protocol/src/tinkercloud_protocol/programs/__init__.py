@@ -1,0 +1,1 @@
+"""Programs that the server runs for owners."""

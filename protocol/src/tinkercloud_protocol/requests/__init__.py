@@ -1,0 +1,1 @@
+"""Requests about training and sampling, and the tensors and images in them."""

@@ -1,0 +1,1 @@
+"""The grammar of every request and response: identifiers, paths, errors, JSON, ASGI."""

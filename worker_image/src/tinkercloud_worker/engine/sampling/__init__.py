@@ -1,0 +1,1 @@
+"""The interface of samplers: requests, stop rules, and the text of a sequence."""

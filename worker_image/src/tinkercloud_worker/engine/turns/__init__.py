@@ -1,0 +1,1 @@
+"""The engine thread, and the order in which owners and models use it."""

@@ -1,0 +1,1 @@
+"""Runs that survive their head: journals, snapshots, suspension and recovery."""

@@ -1,0 +1,502 @@
+"""The journal and the snapshots of one model that survives the end of its head.
+
+Every request is written to the journal as it was received, before it is confirmed to the client.
+Now and then a snapshot replaces the journal so far. Another head continues from the snapshot and
+repeats the requests after it, which gives the same state and the same results.
+
+If the disk fails, training continues in memory and the run is degraded: it is then no safer than
+without a journal, and says so. A snapshot ends that, as soon as one can be written.
+
+Journal and snapshots may also be copied to the object store (`journal.shipping`). If the store
+fails, the run is degraded too, but still survives the end of the process.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, suppress
+
+import structlog
+
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_worker import metrics
+from tinkercloud_worker.head.durable.journal_room import NoRoom
+from tinkercloud_worker.head.durable.snapshots import Abandoned, Snapshot, Snapshots
+from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.model.save_schedule import Backoff, SavePoint, snapshot_schedule
+from tinkercloud_worker.head.order.attempts import Attempts
+from tinkercloud_worker.head.order.journal_entries import JournalEntries
+from tinkercloud_worker.head.order.queue import QueuedRequest
+from tinkercloud_worker.head.wire.failed_results import (
+    Moved,
+    disk_failure,
+    error_message,
+    to_result,
+)
+from tinkercloud_worker.journal.folder import JournalFolder
+from tinkercloud_worker.journal.records import Record
+from tinkercloud_worker.journal.shared_log import Fenced
+from tinkercloud_worker.journal.shipping import Shipping
+from tinkercloud_worker.journal.writer import JournalWriter
+
+log = structlog.get_logger(__name__)
+
+_PATIENCE_SECONDS = 20.0
+"""How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
+
+
+class DurableRun:
+    """Implements `request_log.RequestLog` for one model. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        model: LiveModel,
+        manifest: JournalManifest,
+        folder: JournalFolder,
+        snapshots: Snapshots,
+        *,
+        config: DurabilityConfig,
+        threads: ThreadPoolExecutor,
+        attempts: Attempts,
+        on_change: Callable[[], None],
+    ) -> None:
+        """Create it; `start` begins writing.
+
+        Args:
+            model: the model.
+            manifest: of its journal.
+            folder: of its journal.
+            snapshots: takes and writes the snapshots.
+            config: when to take them.
+            threads: where files are written.
+            attempts: counts the heads that its requests have ended.
+            on_change: called when the run is degraded, and when it is durable again.
+        """
+        self._model, self._snapshots = model, snapshots
+        self.share = snapshots.share
+        """What the run has on the disk."""
+        self.share.give_way = self._give_way
+        self._manifest, self._folder = manifest, folder
+        self._config, self._threads = config, threads
+        self.attempts = attempts
+        """The attempts to repeat its requests."""
+        self._on_change = on_change
+        self._is_whole = model.spec.lora is None
+        self._schedule = snapshot_schedule(config, model.spec.lora)
+        self._retry, self._copy_retry = Backoff(), Backoff()
+        self._wants_copy = False
+        """Whether the object store lacks the last snapshot."""
+        self._number, self._next_index = 1, 0
+        self._writer = self._open()
+        self._bytes_before = 0
+        """Bytes of the segments before the last one."""
+        self._changes_seen = 0
+        self._is_wanted = model.spec.restore_from is not None
+        """Whether a snapshot is needed as soon as possible: what a request had read may change."""
+        self._entries = JournalEntries()
+        self._saving: asyncio.Task[None] | None = None
+        self._clearing: asyncio.Task[None] | None = None
+        self._files = asyncio.Lock()
+        """Held while a snapshot is taken and written, and while files are deleted."""
+        self._attempted = asyncio.Event()
+        """Set after each attempt to write a snapshot."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self.failure: str | None = None
+        """Why the run would not survive the end of this process; None if it would."""
+        self._lacks_room: str | None = None
+        """Why no snapshot fits on the disk; until the journal is full, the run survives a kill."""
+        self._shipping: Shipping | None = None
+
+    @property
+    def degraded(self) -> str | None:
+        """Why the run is less safe than its level promises; None if it isn't."""
+        copied = self._shipping.failure if self._shipping is not None else None
+        return self.failure or self._lacks_room or copied
+
+    def ship(self, shipping: Shipping) -> None:
+        """Copy the journal to the object store from now on."""
+        self._shipping = shipping
+        if self._writer.last_index >= 0:
+            shipping.require_snapshot("requests arrived before the checkpoint store was ready")
+
+    async def copy_snapshot(self, state: SuspendedManifest) -> None:
+        """Copy a state that the local disk has to the object store, before any request runs."""
+        if self._shipping is None:
+            return
+        self._shipping.begin_snapshot(0)
+        try:
+            await self._snapshots.copy(state, 0, self._shipping)
+        except WireError as error:
+            self._shipping.require_snapshot(error.message)
+
+    def continue_after(self, number: int, index: int) -> None:
+        """Continue a journal whose last segment and record have these numbers."""
+        self._bytes_before = self.share.journal_bytes
+        self._writer.close()
+        self._number, self._next_index = number + 1, index + 1
+        self._writer = self._open()
+        # The last head may not have copied all of these requests, which are repeated now.
+        self._entries.needed = index
+
+    def _open(self) -> JournalWriter:
+        return JournalWriter(
+            self._folder,
+            self._threads,
+            number=self._number,
+            next_index=self._next_index,
+            fsync=self._config.fsync,
+            on_failure=self._writing_failed,
+        )
+
+    def append(self, queued: QueuedRequest) -> None:
+        """See `RequestLog.append`."""
+        source = queued.operation.source
+        if source is None:
+            # The manifest has what creates the model.
+            return
+        entry = self._entries.entry(queued, source.path)
+        index = self._writer.append(entry, source.body)
+        self._entries.added(queued, index)
+        if self._shipping is not None:
+            self._shipping.append(Record(index, entry, source.body))
+        if not self._writer.has_failed:
+            self.share.set_journal(self._num_bytes)
+        metrics.JOURNAL_BYTES.inc(len(source.body))
+
+    def record_key(self, seq_id: int, key: str | None) -> None:
+        """See `RequestLog.record_key`."""
+        self._entries.record_key(seq_id, key)
+
+    def record_read(self, request_id: str) -> None:
+        """See `RequestLog.record_read`."""
+        self._entries.record_read(request_id)
+
+    def note_change(self) -> None:
+        """See `RequestLog.note_change`."""
+        self._is_wanted = True
+
+    async def change_kept(self) -> None:
+        """See `RequestLog.change_kept`: it returns after the attempt to write a snapshot."""
+        if self._is_closed or self._model.operations.refused is not None:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                while self._is_wanted or self._saving is not None:
+                    self._attempted.clear()
+                    await self._attempted.wait()
+                    if self._schedule.failure is not None:
+                        return
+
+    async def accepted(self) -> None:
+        """See `RequestLog.accepted`."""
+        await self._writer.written()
+        await self._shipped()
+
+    async def settled(self) -> None:
+        """See `RequestLog.settled`; it also returns if the journal has failed."""
+        durable = asyncio.Event()
+        self._writer.when_durable(self._writer.last_index, durable.set)
+        await durable.wait()
+        await self._shipped()
+
+    async def _shipped(self) -> None:
+        if self._shipping is None or not self._config.wait_for_store:
+            return
+        try:
+            await self._shipping.shipped()
+        except Fenced:
+            raise Moved(self._name) from None
+
+    async def check_owned(self) -> None:
+        """See `RequestLog.check_owned`."""
+        if self._shipping is not None:
+            try:
+                await self._shipping.check_owned()
+            except Fenced:
+                raise Moved(self._name) from None
+
+    def release(self, seq_id: int, finish: Callable[[], None]) -> None:
+        """See `RequestLog.release`."""
+        if self._entries.finished(seq_id) == "load":
+            self._is_wanted = True
+        self._when_durable(self._entries.needed, finish)
+
+    def _when_durable(self, index: int, act: Callable[[], None]) -> None:
+        if self._shipping is not None and self._config.wait_for_store:
+            shipping, written = self._shipping, act
+            act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
+        self._writer.when_durable(index, act)
+
+    def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:
+        """See `RequestLog.repeating`."""
+        return self.attempts.repeating(seq_id)
+
+    async def at_boundary(self) -> None:
+        """See `RequestLog.at_boundary`: take a snapshot if one is due."""
+        now, changes = time.monotonic(), self._model.operations.num_changes
+        if changes > self._changes_seen:
+            self._schedule.changed(now, changes - self._changes_seen)
+            self._changes_seen = changes
+        self._check_size()
+        due = self._due_at()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if due is None:
+            return
+        if due > now:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(due - now, self._model.queue.wake)
+            return
+        await self._begin_snapshot()
+
+    @property
+    def is_due_at_boundary(self) -> bool:
+        """See `RequestLog.is_due_at_boundary`: whether a snapshot is due."""
+        due = self._due_at()
+        return due is not None and due <= time.monotonic()
+
+    @property
+    def _num_bytes(self) -> int:
+        """Bytes of the requests that no snapshot has."""
+        return self._bytes_before + self._writer.size_bytes
+
+    def _check_size(self) -> None:
+        is_tried = self._schedule.failure is not None or self._saving is not None
+        limit = 2 * self._config.max_journal_bytes
+        if self.failure is None and is_tried and self._num_bytes >= limit:
+            self._degrade(
+                f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
+                f" {self._config.max_journal_bytes}), and no snapshot could be written"
+                f" ({self._schedule.failure or 'the last one is not complete'})"
+            )
+
+    def _due_at(self) -> float | None:
+        """Return when the next snapshot is due; None if none is."""
+        operations, queue = self._model.operations, self._model.queue
+        if operations.refused is not None or self._saving is not None or self._is_closed:
+            return None
+        if queue.sequencer.next_seq_id == 0:
+            # The model is still being created or restored.
+            return None
+        is_large = self._num_bytes >= self._config.max_journal_bytes
+        if queue.background and not is_large:
+            # An upload that runs can't be part of a snapshot.
+            return None
+        if self.failure or self._is_wanted or is_large:
+            return self._retry.retry_at
+        needs_snapshot = self._shipping is not None and self._shipping.needs_snapshot
+        if needs_snapshot or self._wants_copy:
+            return max(self._retry.retry_at, self._copy_retry.retry_at)
+        due = self._schedule.due_at()
+        if due is None or (self._is_whole and self._entries.has_gradient):
+            # After the step there is none, which would be copied.
+            return None
+        return max(due, self._retry.retry_at)
+
+    async def _begin_snapshot(self) -> None:
+        if self._model.queue.background:
+            await asyncio.wait(self._model.queue.background)
+        began = time.monotonic()
+        point = self._schedule.begin(began)
+        async with self._files:
+            try:
+                snapshot = await self._take()
+            except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+                self._snapshot_failed(error, began)
+                return
+            if self._is_closed:
+                return
+            if self._writer.has_failed:
+                self._number, self._next_index = self._number + 1, self._writer.last_index + 1
+                self._writer = self._open()
+            else:
+                self._bytes_before = self._num_bytes
+                self._number = self._writer.rotate()
+        self._is_wanted = False
+        first_index = self._writer.last_index + 1
+        if self._shipping is not None:
+            self._shipping.begin_snapshot(first_index)
+        self._saving = asyncio.create_task(self._save(snapshot, first_index, point))
+
+    async def _take(self) -> Snapshot:
+        await self.settled()
+        if self.failure is not None:
+            # A full disk may have room for the snapshot then.
+            await self._delete_useless()
+        self.share.check_snapshot()
+        return await self._snapshots.take()
+
+    async def _save(self, snapshot: Snapshot, first_index: int, point: SavePoint) -> None:
+        began = time.monotonic()
+        try:
+            async with self._files:
+                manifest = await self._write(snapshot, self._number)
+        except Abandoned:
+            self.share.discarded()
+        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+            self._is_wanted = True
+            self.share.discarded()
+            if self.failure is not None:
+                self._writer.close()
+            self._snapshot_failed(error, began)
+        else:
+            self._schedule.saved(point)
+            if not self._writer.has_failed:
+                self._retry.succeeded()
+            metrics.SNAPSHOTS.inc()
+            metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
+            if self._shipping is not None:
+                await self._copy(manifest, first_index, self._shipping)
+            self._schedule.rest(began, time.monotonic())
+        finally:
+            self._saving = None
+            self._attempted.set()
+            self._model.queue.wake()
+
+    async def _write(self, snapshot: Snapshot, number: int) -> SuspendedManifest:
+        manifest = await self._snapshots.write(snapshot)
+        # Before the manifest exists again: a run that was degraded has a gap in these.
+        await self._in_thread(lambda: self._folder.remove_before(number))
+        if self.failure is not None and not self._writer.has_failed:
+            await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
+            if self._writer.has_failed:
+                # It failed meanwhile: what it lacks is in memory only.
+                await self._in_thread(self._withdraw)
+        self._bytes_before = 0
+        self.share.committed()
+        self.share.set_journal(0 if self._writer.has_failed else self._num_bytes)
+        self._end_failure()
+        return manifest
+
+    async def _copy(
+        self, manifest: SuspendedManifest, first_index: int, shipping: Shipping
+    ) -> None:
+        """Copy a snapshot; a failure delays no snapshot of the local disk."""
+        began = time.monotonic()
+        try:
+            await self._snapshots.copy(manifest, first_index, shipping)
+        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
+            self._wants_copy = True
+            self._copy_retry.failed(time.monotonic(), time.monotonic() - began)
+            metrics.SNAPSHOT_FAILURES.inc()
+            log.warning(
+                "a snapshot could not be copied to the checkpoint store; it is tried again",
+                model_id=self._name,
+                reason=error_message(to_result(error)),
+            )
+        else:
+            self._wants_copy = False
+            self._copy_retry.succeeded()
+
+    def _end_failure(self) -> None:
+        if self._writer.has_failed or self.degraded is None:
+            return
+        log.info("a run is durable again", model_id=self._name)
+        self.failure = self._lacks_room = None
+        self._on_change()
+
+    def _snapshot_failed(self, error: Exception, began: float) -> None:
+        """Record a failed attempt that began at a time."""
+        reason, now = disk_failure(error), time.monotonic()
+        self._schedule.failed(now, reason)
+        self._schedule.rest(began, now)
+        self._retry.failed(now, self._schedule.rested_at - now)
+        if isinstance(error, NoRoom):
+            self._lacks_room = reason
+            self._on_change()
+        self._attempted.set()
+        metrics.SNAPSHOT_FAILURES.inc()
+        log.warning(
+            "a snapshot failed; training continues, and it is tried again",
+            model_id=self._name,
+            reason=reason,
+        )
+
+    def _writing_failed(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        self._degrade(f"the journal can't be written ({reason or error})")
+
+    def degrade(self, error: Exception) -> None:
+        """Continue without a journal, which could not be started, until a snapshot succeeds."""
+        self._degrade(f"the journal can't be started ({error})")
+
+    def _degrade(self, reason: str) -> None:
+        if self._is_closed:
+            return
+        is_new, self.failure = self.failure is None, reason
+        self._writer.close()
+        self._retry.failed(time.monotonic())
+        if is_new:
+            log.error(
+                "a run is not durable any more; training continues, and a snapshot is tried again",
+                model_id=self._name,
+                reason=reason,
+            )
+        # A head that continued from it would not know what is in memory only.
+        self._threads.submit(self._withdraw)
+        self._model.queue.wake()
+        self._on_change()
+
+    def _give_way(self, reason: str) -> None:
+        if not self._is_closed:
+            self._degrade(reason)
+            self._clearing = asyncio.create_task(self._clear())
+
+    async def _clear(self) -> None:
+        async with self._files:
+            # Otherwise a snapshot has started that replaces the files.
+            if self._writer.has_failed and not self._is_closed:
+                with suppress(OSError):
+                    await self._delete_useless()
+            else:
+                self.share.is_leaving = False
+
+    async def _delete_useless(self) -> None:
+        """Delete what the disk has of a degraded run. `_files` must be held."""
+        following = self._number + 1
+        await self._in_thread(lambda: self._folder.clear_before(following))
+        self._bytes_before = 0
+        self.share.cleared()
+
+    def _withdraw(self) -> None:
+        with suppress(OSError):
+            self._folder.withdraw()
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    @property
+    def _name(self) -> str:
+        return str(self._model.model_id)
+
+    async def closed(self) -> None:
+        """Write nothing from now on, and return once nothing is being written."""
+        saving = self._saving
+        self._is_closed = True
+        if saving is not None:
+            if self._shipping is not None:
+                self._shipping.close()
+            await asyncio.wait({saving})
+        if self._shipping is not None:
+            await self._shipping.closed()
+        self.close()
+        if self._clearing is not None:
+            await asyncio.wait({self._clearing})
+
+    def close(self) -> None:
+        """Write nothing from now on. Idempotent."""
+        self._is_closed = True
+        self._writer.close()
+        self.attempts.close()
+        if self._shipping is not None:
+            self._shipping.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._saving is not None:
+            self._saving.cancel()

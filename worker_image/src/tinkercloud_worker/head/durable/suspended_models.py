@@ -1,0 +1,388 @@
+"""Models of a running head that are in the object store instead of its memory.
+
+When a client has been inactive for long, its models are suspended: each is written like the models
+of a stopping head (`suspension`), and its memory is freed. The next request for the model, or for a
+sampler of its weights, resumes it. Requests that arrive while it is being suspended or resumed
+wait.
+
+The stored state carries this head's generation. If the head dies, another head resumes the model
+from it. A model that is resumed here diverges from the stored state, which is therefore withdrawn
+before any of the model's requests run.
+
+A model can also be *moved*: it is suspended although it is in use, for another head to continue.
+From then on requests for it fail with `Moved`, and it is never resumed here from that state, unless
+it is *taken back* because there is no other head for it.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
+from tinkercloud_protocol.heads.launch import HeldModel, ModelSpec
+from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_protocol.wire.ids import SamplingSessionId
+from tinkercloud_worker.device.memory import return_free_memory
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durable.durable_runs import Durability
+from tinkercloud_worker.head.durable.suspension import Suspension
+from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.sampling.unfinished_sample import Sample
+from tinkercloud_worker.head.wire.failed_results import Moved
+
+log = structlog.get_logger(__name__)
+
+_RECALL_SECONDS = 45.0
+"""How long a request waits for its model: less than the API server waits for a response."""
+_NOT_CREATED_SECONDS = 900.0
+"""How long a model is not accepted that was moved before this head knew it: longer than an API
+server tries to place a model here, so that a late attempt cannot create a second copy."""
+_REMEMBERED = 1 << 12
+"""Moved models that are remembered by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SuspendedModel:
+    """What a head keeps in memory of a suspended model."""
+
+    spec: ModelSpec
+    sessions: frozenset[str]
+    """Sampling sessions of the model's own weights, which are restored with it."""
+    manifest: SuspendedManifest
+
+
+@dataclass(frozen=True, slots=True)
+class MovedModel:
+    """What a head remembers of a moved model."""
+
+    state: SuspendedModel | None = None
+    """What it needs to take the model back; None if it can't, or never had the model."""
+    refused_since: float | None = None
+    """When it was moved, if it was unknown here."""
+
+
+class SuspendedModels:
+    """Suspends single models and tracks them. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        models: MutableMapping[str, LiveModel],
+        suspension: Suspension,
+        durability: Durability,
+    ) -> None:
+        """Start without suspended models.
+
+        Args:
+            backend: the head's.
+            models: models in memory, by id. Suspending removes them; the service adds resumed ones.
+            suspension: writes models.
+            durability: the journals of the models in memory.
+        """
+        self._backend = backend
+        self._models = models
+        self._results = suspension.results
+        self._samplers = suspension.samplers
+        self._suspension = suspension
+        self._durability = durability
+        self._suspending: dict[str, asyncio.Task[bool]] = {}
+        self._suspended: dict[str, SuspendedModel] = {}
+        self._models_of: dict[str, str] = {}
+        """Sampling session to its model, which is suspended, being suspended, or moved."""
+        self._moved: dict[str, MovedModel] = {}
+        """Moved models, the earliest first."""
+        self._taken: set[asyncio.Task[None]] = set()
+        durability.on_taken_over = self._taken_over
+
+    def get(self, name: str) -> SuspendedModel | None:
+        """Return a suspended model."""
+        return self._suspended.get(name)
+
+    def knows(self, name: str) -> bool:
+        """Return whether a model is suspended, is being suspended, or was moved."""
+        return name in self._suspended or name in self._suspending or name in self._moved
+
+    def owner_of(self, target: str) -> str | None:
+        """Return the owner of a suspended or moved model, or of a sampling session of one."""
+        name = self._models_of.get(target, target)
+        stored = self._suspended.get(name) or self._moved.get(name, MovedModel()).state
+        return stored.spec.owner if stored is not None else None
+
+    def held(self) -> list[HeldModel]:
+        """Return all models of the head, those in memory first, and the memory they take."""
+        suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]
+        return [self._describe(model) for model in self._models.values()] + suspended
+
+    def _describe(self, model: LiveModel) -> HeldModel:
+        name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
+        published = self._samplers.of_model(model.model_id)
+        run = self._durability.of(name)
+        return HeldModel(
+            model_id=name,
+            is_durable=run is not None and run.degraded is None,
+            degraded=run.degraded if run is not None else None,
+            model_bytes=self._backend.trainer.memory_bytes(name),
+            sampler_bytes=sum(sampler.size_bytes for sampler in published),
+            result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
+            unsaved_steps=model.operations.schedule.unsaved,
+            autosave_failure=model.operations.schedule.failure,
+        )
+
+    def is_suspending(self, name: str) -> bool:
+        """Return whether a model is being suspended: it is in memory and accepts no requests."""
+        return name in self._suspending
+
+    def suspending(self, name: str) -> asyncio.Task[bool] | None:
+        """Return the task that suspends a model, if it is being suspended."""
+        return self._suspending.get(name)
+
+    async def suspend(self, model: LiveModel) -> bool:
+        """Suspend an idle model and free its memory; return whether that succeeded.
+
+        If it fails, the model continues unchanged, and the log says why.
+        """
+        name = str(model.model_id)
+        task = self._suspending.get(name) or self._start(model, self._suspend(name, model))
+        return await asyncio.shield(task)
+
+    def _start(self, model: LiveModel, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
+        """Start to suspend a model; requests for it wait for that from now on."""
+        name = str(model.model_id)
+        self._route_sessions(model)
+        task = self._suspending[name] = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._suspending.pop(name, None))
+        return task
+
+    def _route_sessions(self, model: LiveModel) -> set[str]:
+        """Let requests for the sampling sessions of a model wait for it; return the sessions."""
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        self._models_of.update(dict.fromkeys(sessions, str(model.model_id)))
+        return sessions
+
+    async def _suspend(self, name: str, model: LiveModel) -> bool:
+        try:
+            await model.queue.pause()
+            await model.queue.log.settled()
+            manifest = await self._suspension.write_all(model)
+            self._check_held(name, model)
+        except Exception as error:  # noqa: BLE001 - after any failure the model continues
+            self._stay(name, model, error)
+            return False
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
+        del self._models[name]
+        await self._durability.remove(name)
+        await self._free(model, sessions, [])
+        log.info("suspended an inactive model", model_id=name)
+        return True
+
+    def _check_held(self, name: str, model: LiveModel) -> None:
+        """Check that the model was not taken over while it was written.
+
+        Raises:
+            Moved: it was.
+        """
+        if self._models.get(name) is not model:
+            raise Moved(name)
+
+    def _stay(self, name: str, model: LiveModel, error: Exception) -> None:
+        """Continue a model that could not be written, unless another head has taken it over."""
+        if isinstance(error, Moved):
+            self._taken_over(name)
+        if self._models.get(name) is not model:
+            return
+        log.warning("suspending a model failed; it stays in memory", model_id=name, exc_info=error)
+        self._forget_sessions(name)
+        model.queue.unpause()
+
+    async def move(self, name: str, samples: Mapping[str, Sample]) -> None:
+        """Let another head continue a model: write it, in use or not, and free its memory.
+
+        It is neither being suspended nor being resumed.
+
+        Its running request finishes here; requests that wait, results, and running samples continue
+        there. Idempotent. A model that is unknown here is not accepted for some time: an API server
+        may be about to create it here.
+
+        Args:
+            name: its id.
+            samples: all unfinished sampling requests of the head.
+
+        Raises:
+            Unavailable: it can't be written now; it continues here unchanged.
+        """
+        if (model := self._models.get(name)) is not None:
+            task = self._start(model, self._release(name, model, samples))
+            await asyncio.wait({task})
+            # Another head may have taken it over meanwhile.
+            if name not in self._moved:
+                raise Unavailable(f"model {name} could not be written; it was not moved")
+        elif (suspended := self._suspended.pop(name, None)) is not None:
+            self._record_moved(name, MovedModel(suspended))
+        elif name not in self._moved:
+            self._record_moved(name, MovedModel(refused_since=time.monotonic()))
+
+    def take_back(self, name: str) -> None:
+        """Continue a moved model here after all; no other head may have resumed it. Idempotent.
+
+        It is suspended then, and the next request for it resumes it. It is not being moved.
+
+        Raises:
+            Moved: another head has taken it over.
+        """
+        if (moved := self._moved.get(name)) is None:
+            return
+        if moved.state is None and moved.refused_since is None:
+            raise Moved(name)
+        del self._moved[name]
+        if moved.state is not None:
+            self._suspended[name] = moved.state
+            log.info("took a model back", model_id=name)
+
+    async def _release(self, name: str, model: LiveModel, samples: Mapping[str, Sample]) -> bool:
+        targets = {name}
+        try:
+            await model.quiesce()
+            await model.queue.log.settled()
+            # The last request may have published weights.
+            sessions = self._route_sessions(model)
+            targets |= sessions
+            self._results.hold_back(targets)
+            running = [s for s in samples.values() if s.request.sampling_session_id in sessions]
+            unfinished = [each.request for each in running]
+            manifest = await self._suspension.write_all(model, unfinished)
+            self._check_held(name, model)
+        except Exception as error:  # noqa: BLE001 - after any failure the model continues
+            self._stay(name, model, error)
+            self._results.give_out(targets)
+            return False
+        # In one step, so that no request finds neither the model nor this record.
+        state = SuspendedModel(model.spec, frozenset(sessions), manifest)
+        self._record_moved(name, MovedModel(state))
+        del self._models[name]
+        await self._durability.remove(name)
+        await self._free(model, sessions, [each.task for each in running])
+        self._results.give_out(targets)
+        log.info("another head continues a model", model_id=name)
+        return True
+
+    def _taken_over(self, name: str) -> None:
+        """Free a model that another head has taken over, without notifying this head."""
+        if (model := self._models.pop(name, None)) is None:
+            return
+        sessions = self._route_sessions(model)
+        self._record_moved(name, MovedModel())
+        task = asyncio.create_task(self._drop(name, model, sessions))
+        self._taken.add(task)
+        task.add_done_callback(self._taken.discard)
+
+    async def _drop(self, name: str, model: LiveModel, sessions: set[str]) -> None:
+        await self._durability.drop(name)
+        await self._free(model, sessions, [])
+
+    def _record_moved(self, name: str, moved: MovedModel) -> None:
+        self._moved[name] = moved
+        while len(self._moved) > _REMEMBERED:
+            earliest = next(iter(self._moved))
+            del self._moved[earliest]
+            self._forget_sessions(earliest)
+
+    def accept_back(self, name: str) -> None:
+        """Prepare for a model that another head has suspended.
+
+        Raises:
+            Moved: it was moved before it arrived here; this may be a late attempt to create it.
+        """
+        if (moved := self._moved.get(name)) is None:
+            return
+        since = moved.refused_since
+        if since is not None and time.monotonic() - since < _NOT_CREATED_SECONDS:
+            raise Moved(name)
+        del self._moved[name]
+        self._forget_sessions(name)
+
+    async def _free(
+        self, model: LiveModel, sessions: set[str], running: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Free the memory of a stored model, whose running samples end."""
+        for target in (str(model.model_id), *sessions):
+            self._results.discard(target)
+        model.queue.close("the model was suspended")
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        try:
+            for session in sessions:
+                await self._samplers.leave(SamplingSessionId.parse(session))
+            await model.operations.delete()
+        except Exception:
+            log.exception(
+                "failed to free the memory of a suspended model", model_id=str(model.model_id)
+            )
+        await asyncio.to_thread(return_free_memory)
+
+    def waiting_for(self, target: str) -> str | None:
+        """Return the model to resume for a request; None if there is none.
+
+        Args:
+            target: the model or sampling session that the request is for.
+
+        Raises:
+            Moved: another head continues the model.
+        """
+        name = self._models_of.get(target, target)
+        if name in self._moved and name not in self._suspending:
+            raise Moved(name)
+        return name if name in self._suspended or name in self._suspending else None
+
+    async def recall(
+        self, name: str, resume: Callable[[SuspendedModel], Coroutine[Any, Any, None]]
+    ) -> None:
+        """Resume a model that is suspended or being suspended.
+
+        Args:
+            name: its id.
+            resume: resumes it and adds it to `models`; concurrent callers share the attempt.
+
+        Raises:
+            Unavailable: it is not resumed yet, or can't be resumed now.
+        """
+        try:
+            async with asyncio.timeout(_RECALL_SECONDS):
+                if (task := self._suspending.get(name)) is not None:
+                    await asyncio.wait({task})
+                if (suspended := self._suspended.get(name)) is not None:
+                    await resume(suspended)
+        except TimeoutError:
+            raise Unavailable(
+                f"model {name} is still being resumed; send the request again"
+            ) from None
+
+    def mark_resumed(self, name: str) -> None:
+        """Record that a model is in memory again."""
+        self._suspended.pop(name, None)
+        self._forget_sessions(name)
+
+    async def forget(self, name: str) -> None:
+        """Forget a deleted model. After this returns, nothing of it is written."""
+        if (task := self._suspending.get(name)) is not None:
+            if name in self._models:
+                task.cancel()
+            # Otherwise it is written, and its memory is being freed.
+            await asyncio.wait({task})
+        self._moved.pop(name, None)
+        self.mark_resumed(name)
+
+    async def settle(self) -> None:
+        """Wait until no model is being suspended."""
+        while self._suspending:
+            await asyncio.wait(set(self._suspending.values()))
+
+    def _forget_sessions(self, name: str) -> None:
+        for session in [each for each, model in self._models_of.items() if model == name]:
+            del self._models_of[session]

@@ -1,0 +1,1 @@
+"""One model in memory: its operations, checkpoints and automatic saving."""

@@ -1,0 +1,176 @@
+"""A model in memory: its specification, operations and request queue."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.requests.training_requests import (
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_protocol.wire.errors import Overloaded, Unavailable, WireError
+from tinkercloud_protocol.wire.future_responses import QueueState
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.model.operations import NOT_CREATED, Operations
+from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.queue import ModelQueue, Operation, RequestSource, Role, refusal
+from tinkercloud_worker.head.order.requests import OrderedRequest, Received, role_of_unread
+from tinkercloud_worker.head.order.unnumbered import GivenNumbers
+from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.wire.request_times import SpanRecorder
+
+
+@dataclass(slots=True, eq=False)
+class LiveModel:
+    """A model in memory and its request queue."""
+
+    model_id: ModelId
+    spec: ModelSpec
+    operations: Operations
+    queue: ModelQueue
+    given_numbers: GivenNumbers
+    spans: SpanRecorder
+    lineage: list[str]
+    """Generations of the heads that suspended it, oldest first."""
+    lacks_journal: str | None = None
+    """Why it could not be created again to continue its journal; None if it could."""
+
+    def check_complete(self) -> None:
+        """Check that the model has what its journal has, so that its state may replace it.
+
+        Raises:
+            Unavailable: the model could not be created again, for example for lack of memory.
+        """
+        if self.lacks_journal is not None:
+            raise Unavailable(
+                f"model {self.model_id} could not be created again to continue its journal, which"
+                f" stays: {self.lacks_journal}"
+            )
+
+    def fits(self, spec: ModelSpec) -> bool:
+        """Return whether a specification is the model's, or continues an earlier head's."""
+        if spec.resume_generation in self.lineage:
+            spec = spec.model_copy(update={"resume_generation": self.spec.resume_generation})
+        return self.spec == spec
+
+    def operation_of(self, received: Received) -> Operation:
+        """Return the operation of a received request; that of an unreadable one fails."""
+        if isinstance(received.content, WireError):
+            return refusal(received.content, role_of_unread(received.path))
+        operation = self.operation(received.content, RequestSource(received.path, received.body))
+        name = received.path.rpartition("/")[2]
+        return replace(operation, run=self.spans.timed(str(self.model_id), name, operation.run))
+
+    def creation(self, refused: WireError | None) -> Operation:
+        """Return the operation that creates the model, or fails if the model was refused."""
+        if refused is None:
+            return Operation(self.operations.create)
+        self.operations.refuse(refused.message)
+        return refusal(refused)
+
+    def operation(self, request: OrderedRequest, source: RequestSource) -> Operation:
+        """Return the operation of a request."""
+        operations, role = self.operations, role_of(request)
+        match request:
+            case ForwardBackwardRequest():
+                return Operation(
+                    lambda: operations.forward_backward(request),
+                    role,
+                    source,
+                    has_large_result=True,
+                    computes_at_once=request.loss_fn != "custom" and not request.images,
+                )
+            case OptimStepRequest():
+                return Operation(
+                    lambda: operations.optim_step(request), role, source, computes_at_once=True
+                )
+            case SaveWeightsRequest():
+                return Operation(lambda: operations.save_weights(request), role, source)
+            case SaveWeightsForSamplerRequest():
+                return Operation(lambda: operations.save_weights_for_sampler(request), role, source)
+            case SaveWeightsExternalRequest():
+                return Operation(lambda: operations.save_weights_external(request), role, source)
+            case LoadWeightsRequest():
+                return Operation(lambda: operations.load_weights(request), role, source)
+
+    def why_waiting(self, seq_id: int) -> tuple[QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        state, reason = self.queue.why_waiting(seq_id)
+        return state, reason or self.operations.why_waiting()
+
+    async def quiesce(self) -> None:
+        """Pause the queue; return once nothing runs, not even in the background."""
+        await self.queue.pause()
+        if self.queue.background:
+            await asyncio.wait(self.queue.background)
+
+    async def abort_background(self) -> None:
+        """Cancel background work, and return once it has ended."""
+        background = self.queue.background
+        for task in background:
+            task.cancel()
+        if background:
+            await asyncio.wait(background)
+
+
+def role_of(request: OrderedRequest) -> Role:
+    """Return the role of a request in the current step."""
+    match request:
+        case ForwardBackwardRequest():
+            return "other" if request.forward_only else "gradient"
+        case OptimStepRequest():
+            return "step"
+        case SaveWeightsRequest():
+            return "save"
+        case LoadWeightsRequest():
+            return "load"
+        case _:
+            return "other"
+
+
+def new_model(
+    model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers, results: Results
+) -> LiveModel:
+    """Return a model that has not been created in the trainer and has no requests."""
+    limits, timings = backend.config.limits, backend.config.timings
+    samplers.record_owner(model_id, spec.owner)
+    operations = Operations(model_id, spec, backend, samplers)
+    queue = ModelQueue(
+        model_id,
+        results,
+        owner=spec.owner,
+        max_queued_bytes=limits.max_queued_bytes,
+        gap_seconds=timings.gap_seconds,
+        drop_gradient=operations.drop_gradient,
+        token_limits=backend.token_limits,
+    )
+    operations.is_followed = lambda: queue.is_followed
+    samplers.current.add(str(model_id), operations, queue.run_after_accepted)
+    given_numbers = GivenNumbers(queue.sequencer)
+    return LiveModel(model_id, spec, operations, queue, given_numbers, backend.spans, lineage=[])
+
+
+def too_many_models(models: Sequence[LiveModel], owner: str, limit: int | None) -> WireError | None:
+    """Return the error if an owner, whose models these are, can't have another one."""
+    theirs = [model for model in models if model.operations.refused in {None, NOT_CREATED}]
+    if limit is None or len(theirs) < limit:
+        return None
+    names = ", ".join(str(model.model_id) for model in theirs[:3])
+    return Overloaded(
+        f"owner {owner!r} already has {len(theirs)} models here ({names}"
+        f"{', ...' if len(theirs) > 3 else ''}; limits.max_models_per_owner is {limit}): delete"
+        " a finished session (`tinkercloud sessions delete SESSION`), then create it again"
+    )
+
+
+def latest_checkpoint(models: Iterable[LiveModel]) -> str | None:
+    """Return the path of the latest checkpoint of these models, except automatic ones."""
+    written = [model.operations.checkpoints.latest for model in models]
+    latest = max((each for each in written if each), key=lambda m: m.created_at, default=None)
+    return latest.tinker_path if latest is not None else None

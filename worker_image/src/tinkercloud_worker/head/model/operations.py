@@ -1,0 +1,474 @@
+"""Executes training requests."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+from tinkercloud_protocol.heads.autosave import AutosaveConfig
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.requests.training_requests import (
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from tinkercloud_protocol.wire import future_responses
+from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.wire.future_responses import Result
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
+from tinkercloud_worker.checkpoints import encryption, formats
+from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
+from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    GradientLost,
+    LossOutput,
+    OptimizerStep,
+    Publication,
+    TrainingPass,
+    TrainingState,
+)
+from tinkercloud_worker.engine.turns.engine_thread import Unshared, YieldPoint
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
+from tinkercloud_worker.head.backend import Backend, random_seed
+from tinkercloud_worker.head.model import exports
+from tinkercloud_worker.head.model.model_checkpoints import ModelCheckpoints
+from tinkercloud_worker.head.model.preparation import encode_output, is_small
+from tinkercloud_worker.head.model.save_schedule import SavePoint, SaveSchedule
+from tinkercloud_worker.head.model.saved_model import SavedModel, read_checkpoint
+from tinkercloud_worker.head.model.session_losses import SessionLosses
+from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.training import external_weights
+
+NOT_CREATED = "the model has not been created yet"
+"""Why a new model accepts no requests (`Operations.refused`)."""
+
+_STEP_TOKENS = 8
+"""Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
+8B model computes in the time of a step of rank 32."""
+
+_REPEATED_LOSS_ALLOWANCE = 5.0
+"""How much longer than the limits a custom loss may take that a journal repeats: it succeeded in
+time before, and now all owners' losses are repeated at once."""
+
+T = TypeVar("T")
+Outcome = Result | Awaitable[Result]
+
+
+class Operations:
+    """Executes the requests of one model. Its queue calls the methods in order."""
+
+    def __init__(
+        self, model_id: ModelId, spec: ModelSpec, backend: Backend, samplers: Samplers
+    ) -> None:
+        self._model_id = model_id
+        self._name = str(model_id)
+        self._spec = spec
+        self._backend = backend
+        self._samplers = samplers
+        self._losses = SessionLosses(model_id.session_id, backend.store)
+        self.checkpoints = ModelCheckpoints(self._name, spec, backend)
+        config = backend.config.autosave
+        self.schedule = SaveSchedule(
+            config if config.applies_to(spec.lora) else AutosaveConfig(steps=0, seconds=0)
+        )
+        """When the head saves the model by itself; it counts steps and loads."""
+        self.on_change: Callable[[], None] = _do_nothing
+        """Called after each change that the schedule counts."""
+        self.is_followed: Callable[[], bool] = lambda: False
+        """Says whether a request has arrived that computes as soon as the running one has ended
+        (`ModelQueue.is_followed`). May be called on any thread."""
+        self._steps = 0
+        self.num_changes = 0
+        """How often the weights may have changed since this object was created."""
+        self.initial_seed = random_seed() if spec.lora is None else _seed_of(spec.lora)
+        """Seed of the adapter's initial weights, so that it can be created again."""
+        self._refused: str | None = NOT_CREATED
+        self._gradient_lost: str | None = None
+        """How the gradient was lost; None once a request has reported it."""
+        self.is_lost = False
+        """Whether the engine has lost the model."""
+        self.repeated_until = -1
+        """Number of the last request that a journal repeats: the head that first ran these has
+        counted their tokens."""
+
+    async def create(self) -> Result:
+        """Create the model from the base weights or from a checkpoint."""
+        self._refused = "the model could not be created"
+        spec, limit = self._spec, self._backend.config.limits.max_lora_rank
+        if spec.optimizer.type != "adamw":
+            raise InvalidRequest(
+                f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
+                " others have no public definition)"
+            )
+        if spec.lora is not None and spec.lora.rank > limit:
+            raise InvalidRequest(
+                f"lora_config.rank: must be at most {limit} (limits.max_lora_rank), got"
+                f" {spec.lora.rank}"
+            )
+        saved = None
+        if spec.restore_from is not None:
+            saved = await read_checkpoint(
+                self._backend, spec.restore_from, with_optimizer=spec.restore_optimizer
+            )
+            self._check_shape(saved.state, spec.restore_from)
+        lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
+        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
+        if saved is not None:
+            await self._import_first(saved)
+        self._refused = None
+        answer: dict[str, object] = {"model_id": self._name}
+        if spec.restore_from is not None:
+            answer["path"] = spec.restore_from
+        return future_responses.finished(answer)
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> Result:
+        """Run a batch, and add to the gradient unless the request is forward only."""
+        async with self._backend.image_work.room(self._spec.owner, request.images):
+            return await self._compute_batch(request)
+
+    async def _compute_batch(self, request: ForwardBackwardRequest) -> Result:
+        self._check_alive()
+        if not request.forward_only:
+            self._report_lost_gradient()
+        trainer = self._backend.trainer
+        runs_here, job = is_small(request), await self._preparation(request)
+        images = self._backend.image_work
+        batch = job() if runs_here else await images.run(len(request.images), job)
+        if batch.uploaded is not None:
+            # No thread waits for it: those are needed for the requests of all owners.
+            await asyncio.wrap_future(batch.uploaded.check_cost(batch.custom_data))
+        is_new = request.seq_id > self.repeated_until
+        if is_new:
+            self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
+        share = self._share(batch.num_tokens)
+        if (batcher := trainer.batcher) is not None:
+            training_pass = TrainingPass(self._name, batch)
+            if self._backend.config.durability.exact:
+                batcher = Unshared(batcher)
+            queued = self._backend.thread.run_batched(batcher, training_pass, share)
+            output: LossOutput = await self._unless_lost(queued)
+        else:
+            run = trainer.forward if batch.forward_only else trainer.forward_backward
+            output = await self._compute(
+                lambda yield_point: run(self._name, batch, yield_point), share
+            )
+        tokens = batch.num_tokens
+        usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
+        if is_new:
+            self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
+        encode = partial(encode_output, request, batch, output)
+        body = encode() if runs_here else await asyncio.to_thread(encode)
+        return Result(body, future_responses.PROTOBUF)
+
+    async def _preparation(self, request: ForwardBackwardRequest) -> Callable[[], Batch]:
+        limits, images = self._backend.trainer.limits, self._backend.images
+        if request.loss_fn == "custom":
+            definition = await self._losses.definition(request.loss_fn_config)
+            is_repeated = request.seq_id <= self.repeated_until
+            allowance = _REPEATED_LOSS_ALLOWANCE if is_repeated else 1.0
+            uploaded = UploadedLoss(self._backend.losses, self._spec.owner, definition, allowance)
+            return partial(prepare_custom, request, uploaded, limits, images)
+        return partial(prepare, request, limits, images)
+
+    async def optim_step(self, request: OptimStepRequest) -> Result:
+        """Apply the gradient."""
+        self._check_alive()
+        self._report_lost_gradient()
+        params = request.adam()
+        self.num_changes += 1
+        try:
+            metrics = await self._step(params)
+        finally:
+            self._count_change()
+        self._steps = int(metrics["step"])
+        return future_responses.finished({"metrics": dict(metrics)})
+
+    async def _step(self, params: AdamParams) -> Mapping[str, float]:
+        backend = self._backend
+        share = self._share(_STEP_TOKENS, continues=True)
+        stepper = backend.trainer.stepper
+        if stepper is None:
+            return await self._compute(
+                lambda _: backend.trainer.optim_step(self._name, params), share
+            )
+        step = OptimizerStep(self._name, params)
+        return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
+
+    def _share(self, tokens: int, *, continues: bool = False) -> Share:
+        return Share(self._spec.owner, self._name, tokens, continues, self.is_followed)
+
+    async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
+        """Write a training checkpoint, including any gradient not yet applied.
+
+        The upload runs in the background.
+
+        Raises:
+            GradientLost: the gradient was lost, and no request has reported it.
+        """
+        self._check_alive()
+        path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
+        await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
+        point = self.schedule.begin(time.monotonic())
+        # State and gradient are consistent: no other request of this model runs meanwhile.
+        state, gradient = await self.export_state(), await self.export_gradient()
+        manifest = self.checkpoints.manifest(
+            path, state.step, request.ttl_seconds, request.user_metadata, request.seq_id
+        )
+        encode = partial(formats.encode_training, state, gradient, manifest.base_model)
+        uploading = self.checkpoints.upload(manifest, encode, overwrite=request.overwrite)
+        if request.ttl_seconds is None:
+            # Until the model changes again, it needs no automatic checkpoint.
+            uploading.add_done_callback(partial(self._record_saved, point))
+        return _saved_result(uploading)
+
+    def _record_saved(self, point: SavePoint, uploading: asyncio.Task[CheckpointManifest]) -> None:
+        if not uploading.cancelled() and uploading.exception() is None:
+            self.schedule.saved(point)
+
+    async def save_weights_for_sampler(self, request: SaveWeightsForSamplerRequest) -> Outcome:
+        """Publish the weights: as a checkpoint, or for one sampling session."""
+        self._check_alive()
+        if (name := request.name()) is None:
+            return await self._publish(request)
+        path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
+        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        manifest = self.checkpoints.manifest(
+            path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
+        )
+        encode = partial(formats.encode_weights, weights, manifest.base_model)
+        return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
+
+    async def save_weights_external(self, request: SaveWeightsExternalRequest) -> Outcome:
+        """Write the weights as files for other programs, encrypted if there are recipients."""
+        self._check_alive()
+        recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
+        path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
+        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
+            return _saved(saved)
+        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        manifest = self.checkpoints.manifest(
+            path, self._steps, request.ttl_seconds, seq_id=request.seq_id
+        )
+        config = self._backend.config
+        plain = partial(external_weights.encode, weights, config.model, config.trainer.dtype)
+        encode = partial(encryption.encrypted, plain, recipients) if recipients else plain
+        return _saved_result(self.checkpoints.upload(manifest, encode, overwrite=False))
+
+    async def _publish(self, request: SaveWeightsForSamplerRequest) -> Result:
+        index = request.sampling_session_seq_id
+        assert index is not None  # noqa: S101 - the request has no name
+        session_id = SamplingSessionId(self._model_id.session_id, index)
+        self._samplers.check_new(session_id)
+        weights = await self.publication()
+        if request.kind == "inflight":
+            await self._samplers.publish_inflight(session_id, self._model_id, weights)
+        else:
+            await self._samplers.publish(session_id, self._model_id, weights)
+        return future_responses.finished({"sampling_session_id": str(session_id)})
+
+    async def publication(self) -> Publication:
+        """Return the current weights, stored where samplers read them.
+
+        Raises:
+            InvalidRequest: the model accepts no requests.
+        """
+        self._check_alive()
+        begin = partial(self._backend.trainer.publication, self._name)
+        return await exports.completed(lambda: self.run_lightweight(begin), exports.stored)
+
+    async def load_weights(self, request: LoadWeightsRequest) -> Result:
+        """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
+        self._check_alive()
+        await self.checkpoints.settle()
+        saved = await read_checkpoint(self._backend, request.path, with_optimizer=request.optimizer)
+        try:
+            await self._import(saved)
+        finally:
+            self._count_change()
+        return future_responses.finished({"path": request.path, "model_id": self._name})
+
+    async def save_last(self) -> str:
+        """Write an automatic training checkpoint, named by its step; return its path.
+
+        It has the state after the last optim_step: a client that resumes from it sends the data of
+        the next step again. The call is idempotent.
+        """
+        point = self.schedule.begin(time.monotonic())
+        written = await self.checkpoints.write_last(await self.export_state())
+        self.schedule.saved(point)
+        await self.checkpoints.remove_autosaves()
+        return written.tinker_path
+
+    async def autosave(self) -> None:
+        """Write a checkpoint with the state of `save_last`, and delete all but the latest two."""
+        point = self.schedule.begin(time.monotonic())
+        await self.checkpoints.write_autosave(await self.export_state())
+        self.schedule.saved(point)
+
+    def _count_change(self) -> None:
+        self.schedule.changed(time.monotonic())
+        self.on_change()
+
+    @property
+    def refused(self) -> str | None:
+        """Why the model accepts no requests; None if it accepts them."""
+        return self._refused
+
+    async def export_state(self) -> TrainingState:
+        """Return the training state without the gradient."""
+        return await exports.completed(self.begin_export, asyncio.to_thread)
+
+    async def begin_export(self) -> Callable[[], TrainingState]:
+        """See `Trainer.begin_export`."""
+        return await self.run_lightweight(partial(self._backend.trainer.begin_export, self._name))
+
+    async def export_gradient(self) -> Gradient | None:
+        """Return the gradient, if there is one.
+
+        Raises:
+            GradientLost: the gradient was lost, and no request has reported it.
+        """
+        if self._gradient_lost is not None:
+            raise GradientLost(self._gradient_lost)
+        return await self.run_lightweight(lambda: self._backend.trainer.export_gradient(self._name))
+
+    async def restore(self, state: TrainingState) -> None:
+        """Create the model from an exported state, without a gradient.
+
+        Raises:
+            InvalidRequest: the state does not match the model's configuration.
+        """
+        trainer = self._backend.trainer
+
+        def restore() -> None:
+            trainer.add_model(self._name, self._spec.lora)
+            trainer.import_state(self._name, state)
+
+        await self._on_thread(restore)
+        self._steps = state.step
+        self._refused = None
+
+    async def restore_gradient(self, gradient: Gradient) -> None:
+        """Restore the exported gradient.
+
+        Raises:
+            InvalidRequest: it does not match the model's configuration.
+        """
+        await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
+
+    def mark_gradient_lost(self, reason: str) -> None:
+        """Record how the gradient was lost; the next request that uses it fails with that."""
+        self._gradient_lost = reason
+
+    def refuse(self, reason: str) -> None:
+        """Accept no requests from now on, with this reason."""
+        self._refused = reason
+
+    async def drop_gradient(self) -> None:
+        """Drop the accumulated gradient."""
+        self._gradient_lost = None
+        if self._refused is None:
+            await self.run_lightweight(lambda: self._backend.trainer.discard_gradient(self._name))
+
+    async def delete(self) -> None:
+        """Free the model's memory."""
+        self._refused = "the model was deleted"
+        await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+        await self._samplers.retire_model(self._model_id)
+
+    def _check_alive(self) -> None:
+        if self._refused is not None:
+            raise InvalidRequest(f"model {self._name}: {self._refused}")
+
+    async def _on_thread(self, job: Callable[[], None]) -> None:
+        await self._compute(lambda _: job())
+
+    def why_waiting(self) -> str | None:
+        """Return how much is computed before the running request; None if it does not wait."""
+        return self._backend.thread.why_waiting(self._spec.owner, self._name)
+
+    async def _compute(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
+        """Run a job on the engine's thread, as one that waits for its turn if it has a share.
+
+        Raises:
+            StateLost: the engine has lost the model; the message says what to resume from.
+        """
+        return await self._unless_lost(self._backend.thread.run(job, share))
+
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a lightweight job on the engine's thread. Raises as `_compute`."""
+        return await self._unless_lost(self._backend.thread.run_lightweight(job))
+
+    async def _unless_lost(self, result: Awaitable[T]) -> T:
+        try:
+            return await result
+        except StateLost as error:
+            self.is_lost = True
+            self.schedule.end()
+            path = self.checkpoints.to_resume_from()
+            if path is None:
+                raise
+            raise StateLost(
+                f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
+            ) from error
+
+    def _report_lost_gradient(self) -> None:
+        reason, self._gradient_lost = self._gradient_lost, None
+        if reason is not None:
+            raise GradientLost(reason)
+
+    async def _import_first(self, saved: SavedModel) -> None:
+        """Import a checkpoint into a new model; free the model's memory if that fails."""
+        try:
+            await self._import(saved)
+        except Exception:
+            await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+            raise
+
+    async def _import(self, saved: SavedModel) -> None:
+        self.num_changes += 1
+        await self._on_thread(lambda: self._backend.trainer.import_state(self._name, saved.state))
+        self._steps = saved.state.step
+        self._gradient_lost = None
+        if saved.gradient is not None:
+            await self.restore_gradient(saved.gradient)
+
+    def _check_shape(self, state: TrainingState, uri: str) -> None:
+        if state.weights.lora is None and self._spec.lora is not None:
+            raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
+
+
+def _seed_of(lora: LoraConfig) -> int:
+    return random_seed() if lora.seed is None else lora.seed
+
+
+def _do_nothing() -> None:
+    """Stands for a callback until there is one."""
+
+
+async def _saved_result(uploading: asyncio.Task[CheckpointManifest]) -> Result:
+    """Wait for a checkpoint; return the result of the request that saves it."""
+    return _saved(await uploading)
+
+
+def _saved(written: CheckpointManifest) -> Result:
+    answer: dict[str, object] = {"path": written.tinker_path}
+    if written.path.kind is CheckpointKind.EXTERNAL:
+        answer["size_bytes"] = written.size_bytes
+    return future_responses.finished(answer)

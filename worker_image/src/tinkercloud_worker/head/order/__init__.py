@@ -1,0 +1,1 @@
+"""The order of one model's requests, and their results."""

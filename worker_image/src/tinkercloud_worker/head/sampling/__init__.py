@@ -1,0 +1,1 @@
+"""Sampling sessions, the weights that they sample from, and running samples."""

@@ -1,0 +1,420 @@
+"""Sampling sessions, and the version of the weights that each of them samples from.
+
+A snapshot session keeps the version it was created with. The inflight sessions of a model share one
+version, which every inflight save replaces (`tinker.types.SamplingClientKind`).
+
+Clients release snapshots only when their whole session ends, and many create one at every step. So
+beyond `Limits.max_snapshot_bytes` the least recently used weights are evicted, whichever sampler
+holds them. Weights of a checkpoint, and adapters of snapshots, which move to the checkpoint store,
+are loaded again for the next sample. Snapshots of whole models, and adapters that are too many for
+`Limits.max_stored_snapshot_bytes`, are lost. Weights in use, and the latest of each model, are
+never evicted.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest, base_mismatch
+from tinkercloud_protocol.heads.launch import SamplerSpec
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
+from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId, model_of_sampler
+from tinkercloud_protocol.wire.paths import CheckpointPath
+from tinkercloud_worker.checkpoints import formats
+from tinkercloud_worker.checkpoints.suspended import EvictedSampler
+from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.turns.usage_counts import Payer
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.sampling.current_weights import CurrentWeights
+from tinkercloud_worker.head.sampling.evicted_weights import EvictedWeights
+from tinkercloud_worker.head.sampling.weights_lru import WeightsLru
+from tinkercloud_worker.model import imported
+
+log = structlog.get_logger(__name__)
+
+_REMEMBERED = 1 << 14
+"""Evicted sessions that are remembered by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Weights of a model that were never saved under a name, and their sampling sessions."""
+
+    version: str
+    sessions: Sequence[str]
+    is_inflight: bool
+    size_bytes: int
+
+
+class Samplers:
+    """The sampling sessions of a head. Belongs to one event loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._specs: dict[str, SamplerSpec] = {}
+        """Specification of each session of the base model or of a checkpoint."""
+        self._loads: dict[str, asyncio.Task[str]] = {}
+        """Task that publishes the version of such a session, or publishes one that was evicted
+        again. Without the task, its weights are not published."""
+        self._snapshots: dict[str, str | None] = {}
+        """Session, which is also its version, to the model that published its weights; None once
+        the model is gone. In order of publication, evicted ones included."""
+        self._evicted: dict[str, None] = {}
+        """Sessions of snapshots that were evicted once, the first first."""
+        self._storing: dict[str, asyncio.Task[None]] = {}
+        """Snapshots that are being evicted, and may be stored."""
+        self._adapters: set[str] = set()
+        """Sessions of snapshots that can be stored."""
+        limits = backend.config.limits
+        self.evicted = EvictedWeights(backend.store, limits.max_stored_snapshot_bytes)
+        """The weights of evicted snapshots."""
+        self._inflight: dict[str, str] = {}
+        """Model to the current version of its inflight sessions."""
+        self._inflight_sessions: dict[str, str] = {}
+        """Inflight session to its model."""
+        self._usage = WeightsLru(limits.max_snapshot_bytes)
+        """Weights by session; those of inflight sessions by version."""
+        self.current = CurrentWeights(backend.sampler, self._usage)
+        """The current weights of the head's models, which their sessions sample."""
+        self._owners: dict[str, str] = {}
+        """Model or session to its owner."""
+        self._num_versions = 0
+
+    def __len__(self) -> int:
+        snapshots = len(self._snapshots) - len(self._evicted)
+        return len(self._specs) + snapshots + len(self._inflight_sessions)
+
+    def register(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
+        """Register a session of the base model or of a checkpoint. Idempotent."""
+        name = str(session_id)
+        if name not in self._specs:
+            self._specs[name] = spec
+            self._owners[name] = spec.owner
+            self._begin_load(name)
+
+    def record_owner(self, model_id: ModelId | SamplingSessionId, owner: str) -> None:
+        """Record the owner of a model, who also owns the sessions of its weights."""
+        self._owners[str(model_id)] = owner
+
+    def owner_of(self, name: str) -> str | None:
+        """Return the owner of a model or a session; None if it is unknown here."""
+        return self._owners.get(model_of_sampler(name) or name)
+
+    def payer_of(self, session_id: SamplingSessionId) -> Payer:
+        """Return who pays for a request to a session: its owner, for the model that it samples."""
+        name = str(session_id)
+        model = session_id.model or self._inflight_sessions.get(name) or self._snapshots.get(name)
+        spec = self._specs.get(name)
+        if model is None and spec is not None and spec.model_path is not None:
+            model = CheckpointPath.parse(spec.model_path).run_id
+        return Payer(self.owner_of(name) or "", session_id.session_id, str(model or ""))
+
+    def _begin_load(self, name: str) -> None:
+        spec = self._specs.get(name)
+        load = self._load(name, spec) if spec is not None else self._reload(name)
+        self._loads[name] = asyncio.create_task(load)
+
+    async def _reload(self, name: str) -> str:
+        """Publish the weights of an evicted snapshot again."""
+        try:
+            weights = await self.evicted.read(name)
+        except NotFound:
+            raise NotFound(self._why_unknown(name)) from None
+        version = self._new_version(name)
+        await self._backend.sampler.publish(version, weights)
+        self._usage.add(name, weights.size_bytes)
+        return version
+
+    async def _load(self, name: str, spec: SamplerSpec) -> str:
+        version = self._new_version(name)
+        if spec.model_path is None:
+            await self._backend.sampler.publish(version, None)
+            return version
+        store, path = self._backend.store, CheckpointPath.parse(spec.model_path)
+        path.require_loadable()
+        manifest = await store.manifest(path)
+        self._check_matches(manifest, spec)
+        wanted = formats.files_of_weights(manifest)
+        manifest, files = await store.read(manifest.path, wanted)
+        # The checkpoint may have been replaced meanwhile.
+        self._check_matches(manifest, spec)
+        config = self._backend.config
+        read = await asyncio.to_thread(
+            formats.decode_to_sample, manifest, files, config.trainer.dtype
+        )
+        weights = await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
+        await self._backend.sampler.publish(version, weights)
+        self._usage.add(name, weights.size_bytes)
+        return version
+
+    def _check_matches(self, manifest: CheckpointManifest, spec: SamplerSpec) -> None:
+        if manifest.base_model != self._backend.config.model.name:
+            raise InvalidRequest(
+                f"{spec.model_path} was trained on {manifest.base_model!r}, but this server serves"
+                f" {self._backend.config.model.name!r}"
+            )
+        mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
+        if mismatch is not None:
+            raise InvalidRequest(f"{spec.model_path} can't be sampled from: {mismatch}")
+        if spec.saved_at not in {None, manifest.created_at}:
+            raise InvalidRequest(
+                f"the weights of this sampling session are gone: {spec.model_path}, saved at"
+                f" {spec.saved_at}, was deleted or overwritten by a checkpoint saved at"
+                f" {manifest.created_at}; create a new sampling client"
+            )
+
+    def _new_version(self, name: str) -> str:
+        self._num_versions += 1
+        return f"{name}@{self._num_versions}"
+
+    def check_new(self, session_id: SamplingSessionId) -> None:
+        """Check that a session does not exist yet.
+
+        Raises:
+            InvalidRequest: it exists.
+        """
+        name = str(session_id)
+        all_sessions = (self._specs, self._snapshots, self._inflight_sessions)
+        if any(name in known for known in all_sessions):
+            raise InvalidRequest(
+                f"sampling_session_seq_id: {session_id.index} was already used in this session"
+                " for other weights; use the next unused number"
+            )
+
+    async def publish(
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
+    ) -> None:
+        """Create a session that keeps these weights of a model."""
+        name = str(session_id)
+        await self._backend.sampler.publish(name, weights)
+        self._owners[name] = self._owners.get(str(model_id), "")
+        self._usage.add(name, weights.size_bytes)
+        # Only now may the model's previous weights be evicted.
+        self._snapshots[name] = str(model_id)
+        if isinstance(weights, WeightsSnapshot) and weights.lora is not None:
+            self._adapters.add(name)
+        await self._evict_to_fit()
+
+    async def publish_inflight(
+        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
+    ) -> None:
+        """Switch all inflight sessions of a model to these weights, and add one."""
+        model = str(model_id)
+        await self._switch_inflight(model, weights)
+        self._add_inflight(str(session_id), model)
+
+    def _add_inflight(self, session: str, model: str) -> None:
+        self._inflight_sessions[session] = model
+        self._owners[session] = self._owners.get(model, "")
+
+    async def _switch_inflight(self, model: str, weights: Publication) -> None:
+        version = self._new_version(model)
+        await self._backend.sampler.publish(version, weights)
+        self._usage.add(version, weights.size_bytes)
+        previous, self._inflight[model] = self._inflight.get(model), version
+        if previous is not None:
+            await self._retire(previous, previous)
+        await self._evict_to_fit()
+
+    async def _evict_to_fit(self) -> None:
+        """Evict the least recently used weights until the rest fits."""
+        while (name := self._usage.next_to_go(self._latest())) is not None:
+            load = self._loads.pop(name, None)
+            # Nobody else evicts it from here on, and it may be loaded again before it is retired.
+            self._usage.remove(name)
+            if load is None:
+                self._evicted[name] = None
+                # A sample that arrives meanwhile waits: the weights may return.
+                storing = self._storing[name] = asyncio.create_task(self._store(name))
+                try:
+                    await storing
+                finally:
+                    self._storing.pop(name, None)
+            can_be_reloaded = load is not None or name in self.evicted
+            log.info("weights were evicted", session=name, can_be_reloaded=can_be_reloaded)
+            await self._backend.sampler.retire(name if load is None else load.result())
+            while len(self._evicted) > _REMEMBERED:
+                await self.retire(SamplingSessionId.parse(next(iter(self._evicted))))
+
+    async def _store(self, name: str) -> None:
+        """Begin to store the weights of a snapshot that is being evicted, if they can be stored."""
+        if name not in self._adapters or self.evicted.is_off:
+            return
+        if not await self.evicted.ready():
+            log.warning("evicted weights can't be stored", session=name, reason="the store is slow")
+            return
+        try:
+            weights = await self._backend.sampler.export(name)
+        except (WireError, OSError) as error:
+            log.warning("evicted weights can't be stored", session=name, reason=str(error))
+            return
+        # It may have been deleted meanwhile, or its model may be.
+        model = self._snapshots.get(name)
+        if weights is not None and model is not None:
+            self.evicted.begin(name, model, self._owners.get(model, ""), weights)
+
+    def _latest(self) -> set[str]:
+        """Return the names under which the latest weights of live models are kept."""
+        snapshots = {model: name for name, model in self._snapshots.items() if model is not None}
+        return {*snapshots.values(), *self._inflight.values(), *self.current.names}
+
+    async def _retire(self, name: str, version: str) -> None:
+        self._usage.remove(name)
+        await self._backend.sampler.retire(version)
+
+    def of_model(self, model_id: ModelId) -> list[Published]:
+        """Return the weights of a model that exist only here, the latest first."""
+        model = str(model_id)
+        snapshots = [
+            name
+            for name, owner in self._snapshots.items()
+            if owner == model and name not in self._evicted
+        ]
+        published = [self._describe(each, [each], is_inflight=False) for each in snapshots[::-1]]
+        if (version := self._inflight.get(model)) is not None:
+            sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
+            published.insert(0, self._describe(version, sharing, is_inflight=True))
+        return published
+
+    def _describe(self, version: str, sessions: Sequence[str], *, is_inflight: bool) -> Published:
+        return Published(version, sessions, is_inflight, self._usage.size_of(version))
+
+    def sessions_of_model(self, model_id: ModelId) -> set[str]:
+        """Return the sessions of a model's own weights, including evicted ones."""
+        all_owners = (self._snapshots, self._inflight_sessions)
+        model, current = str(model_id), str(SamplingSessionId.of_current_weights(model_id))
+        saved = {name for owners in all_owners for name, owner in owners.items() if owner == model}
+        return {*saved, current}
+
+    def snapshots_of_model(self, model_id: ModelId) -> list[str]:
+        """Return the snapshot sessions of a model, evicted ones included, in their order."""
+        model = str(model_id)
+        return [name for name, owner in self._snapshots.items() if owner == model]
+
+    async def settled(self) -> None:
+        """Wait until all weights that are being evicted are stored.
+
+        No longer than for a slow store (`EvictedWeights.ready`): then they count as lost.
+        """
+        if self._storing:
+            await asyncio.wait(set(self._storing.values()))
+        await self.evicted.ready()
+
+    def stored_of(self, sessions: Iterable[str]) -> list[EvictedSampler]:
+        """Return where the weights of evicted sessions are that are stored."""
+        return [found for name in sessions if (found := self.evicted.find(name)) is not None]
+
+    def restore_evicted(self, model_id: ModelId, evicted: Sequence[EvictedSampler]) -> None:
+        """Take over the evicted weights of a model from another head.
+
+        Before those that are not evicted: the last of a model counts as its latest.
+        """
+        for each in evicted:
+            self._snapshots[each.session] = str(model_id)
+            self._evicted[each.session] = None
+            self._owners[each.session] = self._owners.get(str(model_id), "")
+            self.evicted.add(each, self._owners[each.session])
+
+    async def restore(self, model_id: ModelId, published: Published, weights: Publication) -> None:
+        """Publish weights that another head had published, for all their sessions."""
+        model = str(model_id)
+        if published.is_inflight:
+            await self._switch_inflight(model, weights)
+            for name in published.sessions:
+                self._add_inflight(name, model)
+            return
+        for name in published.sessions:
+            await self.publish(SamplingSessionId.parse(name), model_id, weights)
+
+    @asynccontextmanager
+    async def sampling(self, session_id: SamplingSessionId) -> AsyncIterator[str]:
+        """Return the current version of a session, which stays until the context ends.
+
+        Raises:
+            NotFound: the session is unknown here, or its weights were evicted.
+            InvalidRequest: its checkpoint can't be read.
+        """
+        if session_id.model is not None:
+            async with self.current.sampling(str(session_id.model)) as version:
+                await self._evict_to_fit()
+                yield version
+            return
+        name = str(session_id)
+        with self._usage.used(name):
+            yield await self._version(name)
+
+    async def _version(self, name: str) -> str:
+        if (model := self._inflight_sessions.get(name)) is not None:
+            return self._inflight[model]
+        if name in self._snapshots and name not in self._evicted:
+            return name
+        if (storing := self._storing.get(name)) is not None:
+            await asyncio.wait({storing})
+        load = self._loads.get(name)
+        if load is None and name not in self._specs and name not in self.evicted:
+            raise NotFound(self._why_unknown(name))
+        # A store or server that was unreachable may be back.
+        if load is None or (load.done() and load.exception() is not None):
+            self._begin_load(name)
+        version = await asyncio.shield(self._loads[name])
+        await self._evict_to_fit()
+        return version
+
+    def _why_unknown(self, name: str) -> str:
+        if name not in self._evicted:
+            return (
+                f"sampling session {name!r} is unknown: it was deleted, or its unnamed"
+                " snapshot was too old to be saved when the run was suspended; save the"
+                " weights again"
+            )
+        return (
+            f"the weights of sampling session {name!r} were evicted: all unnamed snapshots"
+            " together may use limits.max_snapshot_bytes"
+            f" ({self._backend.config.limits.max_snapshot_bytes}), and evicted adapters"
+            " limits.max_stored_snapshot_bytes of the checkpoint store"
+            f" ({self._backend.config.limits.max_stored_snapshot_bytes}). To keep weights, save"
+            " them under a name: save_weights_for_sampler(name), then"
+            " create_sampling_client(model_path=...)"
+        )
+
+    async def retire(self, session_id: SamplingSessionId) -> None:
+        """Remove a session, and its weights unless they are shared."""
+        await self._remove(str(session_id))
+        await self.evicted.remove(str(session_id))
+
+    async def leave(self, session_id: SamplingSessionId) -> None:
+        """Remove a session that another head, or this one later, restores with its model."""
+        await self._remove(str(session_id))
+        self.evicted.forget(str(session_id))
+
+    async def _remove(self, name: str) -> None:
+        self._owners.pop(name, None)
+        self._inflight_sessions.pop(name, None)
+        self._specs.pop(name, None)
+        self._adapters.discard(name)
+        is_published = name in self._snapshots and name not in self._evicted
+        self._snapshots.pop(name, None)
+        self._evicted.pop(name, None)
+        load = self._loads.pop(name, None)
+        if load is not None and not load.done():
+            load.cancel()
+        elif load is not None and load.exception() is None:
+            await self._retire(name, load.result())
+        elif is_published:
+            await self._retire(name, name)
+
+    async def retire_model(self, model_id: ModelId) -> None:
+        """Remove a model's inflight version and the sessions that share it."""
+        model = str(model_id)
+        await self.current.remove(model)
+        self._owners.pop(model, None)
+        for name in [name for name, owner in self._inflight_sessions.items() if owner == model]:
+            del self._inflight_sessions[name]
+            self._owners.pop(name, None)
+        for name in [name for name, owner in self._snapshots.items() if owner == model]:
+            self._snapshots[name] = None
+        if (version := self._inflight.pop(model, None)) is not None:
+            await self._retire(version, version)

@@ -1,0 +1,1 @@
+"""The HTTP service of a head, its startup and shutdown."""

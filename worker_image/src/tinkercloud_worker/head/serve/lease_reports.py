@@ -1,0 +1,85 @@
+"""Reports of a head to the API servers that hold its lease: usage, and which models are durable.
+
+A report has what has changed since the previous one on the same connection, and the first has
+everything. A head that is killed loses what it has not reported: the usage of about a second.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+
+from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durable.durable_runs import Durability
+
+_GATHER_SECONDS = 1.0
+"""Delay of a report after a request completes; requests that complete meanwhile are included."""
+_MAX_ENTRIES = 50
+"""Entries of a line."""
+
+
+async def lease_reports(
+    backend: Backend, durability: Durability, drained: asyncio.Event
+) -> AsyncIterator[bytes]:
+    """Yield reports, one a line, whenever usage or durability has changed.
+
+    Args:
+        backend: the parts of the head.
+        durability: the journals of its models.
+        drained: set when nothing is computed any more; the last report follows immediately.
+    """
+    changed = asyncio.Event()
+    changed.set()
+    ended = asyncio.create_task(drained.wait())
+    revision = 0
+    reported: Mapping[str, str | None] | None = None
+    with backend.usage.notifying(changed.set), durability.observed_by(changed.set):
+        try:
+            is_last = False
+            while not is_last:
+                await _until_set(changed, ended)
+                await asyncio.wait({ended}, timeout=_GATHER_SECONDS)
+                # Before the counts are read: what is counted later needs another report.
+                is_last = ended.done()
+                changed.clear()
+                states = durability.states()
+                if states != reported:
+                    reported = states
+                    report = DurabilityReport(generation=backend.config.generation, models=states)
+                    yield report.model_dump_json().encode() + b"\n"
+                # In a thread, because the first report has everything.
+                revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
+                for line in _usage(backend, counts):
+                    yield line
+        finally:
+            ended.cancel()
+
+
+async def _until_set(changed: asyncio.Event, ended: "asyncio.Task[bool]") -> None:
+    changing = asyncio.create_task(changed.wait())
+    try:
+        await asyncio.wait({changing, ended}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        changing.cancel()
+
+
+def _usage(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
+    for start in range(0, len(counts), _MAX_ENTRIES):
+        report = UsageReport(
+            generation=backend.config.generation,
+            base_model=backend.config.model.name,
+            entries=[_entry(count) for count in counts[start : start + _MAX_ENTRIES]],
+        )
+        yield report.model_dump_json().encode() + b"\n"
+
+
+def _entry(count: HourOfUsage) -> UsageEntry:
+    return UsageEntry(
+        hour=count.hour,
+        owner=count.payer.owner,
+        session_id=count.payer.session_id,
+        model_id=count.payer.model_id,
+        **dataclasses.asdict(count.usage),
+    )

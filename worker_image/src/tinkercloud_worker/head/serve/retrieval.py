@@ -1,0 +1,114 @@
+"""Retrieving results: one at a time, or which samples of a client are complete."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import structlog
+
+from tinkercloud_protocol.responses import batched_futures
+from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
+from tinkercloud_protocol.wire.errors import NotFound, Unavailable
+from tinkercloud_protocol.wire.future_responses import Result
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.order.kept_results import Results, sample_gone
+from tinkercloud_worker.head.sampling.samplers import Samplers
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """How a client asks for a result."""
+
+    seconds: float | None = None
+    """How long it waits; None means as long as a long poll."""
+    max_bytes: int | None = None
+    """Size above which only the metadata of a result is returned; None means that all of it is."""
+    counts_as_read: bool = True
+    """Whether the client may use up the result: its memory is needed for others once it is read."""
+
+
+LONG_POLL = Poll()
+
+
+class Retrieval:
+    """Long polls for results. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        results: Results,
+        samplers: Samplers,
+        recall: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Create it.
+
+        Args:
+            backend: its configuration limits polls.
+            results: the results.
+            samplers: the owners of sampling sessions.
+            recall: resumes the model of a model id or sampling session.
+        """
+        self._config = backend.config
+        self._results = results
+        self._samplers = samplers
+        self._recall = recall
+
+    async def retrieve(self, request_id: str, poll: Poll) -> Result | None:
+        """Wait for a result; None if it takes longer than a long poll, or than the client waits.
+
+        Args:
+            request_id: the request.
+            poll: how the client asks for it.
+
+        Raises:
+            ResultGone: it is a sample, and no longer kept.
+            NotFound: the request is unknown, or its result is no longer kept.
+        """
+        target = request_id.rpartition(":")[0]
+        seconds = self._bounded(poll.seconds)
+        if not await self._is_recalled(target, seconds):
+            return None
+        try:
+            return await self._results.wait(
+                request_id, seconds, poll.max_bytes, counts_as_read=poll.counts_as_read
+            )
+        except NotFound as error:
+            owner = self._samplers.owner_of(target)
+            if ":sample:" not in request_id or owner is None:
+                raise
+            raise sample_gone(error, owner, self._config.limits) from None
+
+    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
+        """Wait until samples of a client are complete; return the response (`batched_futures`).
+
+        Args:
+            request: the client, and the results that it has received.
+            seconds: how long to wait; None means as long as the request asks for.
+        """
+        target = request.target.sampling_session_id
+        limits = [value for value in (seconds, request.timeout) if value is not None]
+        seconds = self._bounded(min(limits, default=None))
+        self._results.acknowledge(target, request.retrieved_request_ids)
+        if not await self._is_recalled(target, seconds):
+            return batched_futures.answer([], request.prev_cursor)
+        completions = self._results.completions
+        return await completions.wait(request.target, request.prev_cursor, seconds)
+
+    def _bounded(self, seconds: float | None) -> float:
+        longest = self._config.timings.long_poll_seconds
+        return longest if seconds is None else min(seconds, longest)
+
+    async def _is_recalled(self, target: str, seconds: float) -> bool:
+        """Resume the model of a target; return whether that succeeded in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._recall(target)
+        except (TimeoutError, Unavailable) as error:
+            # The SDK polls again.
+            log.info(
+                "a result is waiting for its model to resume", target=target, reason=str(error)
+            )
+            return False
+        return True

@@ -1,0 +1,501 @@
+"""The head's state (models, sampling sessions, results) and what each request does to it."""
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from tinkercloud_protocol.heads.journal_files import JournalManifest
+from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
+from tinkercloud_protocol.heads.request_timeline import Timeline
+from tinkercloud_protocol.requests.sampling_requests import SampleRequest
+from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
+from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
+from tinkercloud_protocol.wire import future_responses
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.wire.future_responses import Result
+from tinkercloud_protocol.wire.ids import ModelId, RequestId, SamplingSessionId
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durable.durable_runs import Durability
+from tinkercloud_worker.head.durable.kept_runs import KeptRuns
+from tinkercloud_worker.head.durable.recovery import Recovery
+from tinkercloud_worker.head.durable.suspended_models import SuspendedModel, SuspendedModels
+from tinkercloud_worker.head.durable.suspension import Suspension
+from tinkercloud_worker.head.model.autosaver import Autosaver
+from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
+from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.requests import Prepared, Received
+from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.serve.idle_memory import IdleMemory
+from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
+from tinkercloud_worker.head.serve.retrieval import LONG_POLL, Poll, Retrieval
+from tinkercloud_worker.head.serve.running_samples import RunningSamples
+from tinkercloud_worker.head.serve.shutdown import HeadShutdown
+
+log = structlog.get_logger(__name__)
+
+_SWEEP_SECONDS = 30.0
+
+
+class HeadService:
+    """All state of a head. Belongs to one event loop; create it inside the running loop."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        config = backend.config
+        self._results = Results(
+            config.timings,
+            config.limits.max_result_bytes,
+            now=time.monotonic,
+            on_drop=self._result_dropped,
+            on_room=self._wake_queues,
+            on_read=self._result_read,
+        )
+        backend.token_limits.listen(self._wake_queues)
+        self._samplers = Samplers(backend)
+        self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
+        self._suspension = Suspension(backend, self._results, self._samplers)
+        self.durability = Durability(backend, self._suspension)
+        """The journals of the models."""
+        self._recovery = Recovery(self._suspension, self.durability)
+        self._models: dict[str, LiveModel] = {}
+        self._beginning: dict[LiveModel, asyncio.Task[None]] = {}
+        """By new model whose creation is not queued yet: ends when it is."""
+        self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
+        self._resuming: dict[str, asyncio.Task[None]] = {}
+        self._accepted: set[str] = set()
+        """Those of `_resuming` that a head that starts to stop waits for, and writes again."""
+        self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
+        self._is_draining = False
+        self._kept = KeptRuns(
+            self.durability, backend.store, is_held=self._is_held, resume=self._resume_kept
+        )
+        self._shutdown = HeadShutdown(
+            backend,
+            self._models,
+            self._resuming,
+            self._accepted,
+            self._samples.by_id,
+            self._suspension,
+            self._suspended,
+            self.durability,
+            self._kept,
+        )
+        self._autosaver = Autosaver(self._models)
+        self._idle_memory = IdleMemory(backend)
+        self._last_activity = time.monotonic()
+        self._tasks = {asyncio.create_task(self._sweep())}
+
+    async def create_model(self, model_id: ModelId, spec: ModelSpec) -> str:
+        """Create a model; return the id of the request that does so. Idempotent.
+
+        A model that another head suspended has been restored when this returns.
+
+        Raises:
+            InvalidRequest: the model exists with another specification.
+            StateLost: the head that the specification names did not suspend it.
+        """
+        self._check_accepting()
+        name = str(model_id)
+        if spec.resume_generation is not None:
+            self._suspended.accept_back(name)
+        await self.recall(name)
+        if name not in self._models and spec.resume_generation is not None:
+            await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
+        model = self._models.get(name)
+        if model is not None and not model.fits(spec):
+            raise InvalidRequest(
+                f"model {model_id} already exists with a different configuration; use another"
+                " model_seq_id"
+            )
+        if model is None:
+            limit = self._backend.config.limits.max_models_per_owner
+            refused = too_many_models(self._of_owner(spec.owner), spec.owner, limit)
+            model = new_model(model_id, spec, self._backend, self._samplers, self._results)
+            self._models[name] = model
+            self._autosaver.watch(model)
+            if refused is None:
+                self._beginning[model] = self._spawn(self._begin(model))
+            else:
+                model.queue.submit(0, b"create", 0, model.creation(refused))
+        if (beginning := self._beginning.get(model)) is not None:
+            # Shared by all callers: its result can be asked for only once it is queued.
+            await asyncio.shield(beginning)
+        return str(RequestId(model_id, 0))
+
+    async def _begin(self, model: LiveModel) -> None:
+        """Queue the creation of a new model, once its journal has started."""
+        name = str(model.model_id)
+        try:
+            await self.durability.begin(model)
+        except BaseException:
+            if self._models.get(name) is model:
+                del self._models[name]
+                model.queue.close(f"model {name} could not be created")
+                await self.durability.leave(name)
+            raise
+        finally:
+            del self._beginning[model]
+        if self._models.get(name) is not model:
+            raise NotFound(f"model {name} was deleted")
+        model.queue.submit(0, b"create", 0, model.creation(None))
+
+    async def attach_model(self, model_id: str) -> int:
+        """Let another client continue a model's order (`ModelQueue.attach`)."""
+        model = self._model(model_id)
+        return await model.queue.attach(model.operations.repeated_until)
+
+    @property
+    def results(self) -> Results:
+        """The results of all requests."""
+        return self._results
+
+    def timeline(self, session_id: str) -> Timeline:
+        """Return when the requests of a session were accepted, started and finished."""
+        return Timeline(spans=self._backend.spans.of_session(session_id))
+
+    def owner_of(self, target: str) -> str:
+        """Return the owner of a model or sampling session; an empty name if it is unknown."""
+        return self._samplers.owner_of(target) or self._suspended.owner_of(target) or ""
+
+    def _of_owner(self, owner: str) -> list[LiveModel]:
+        return [model for model in self._models.values() if model.spec.owner == owner]
+
+    def _wake_queues(self, owner: str) -> None:
+        for model in self._of_owner(owner):
+            model.queue.wake()
+
+    def _resumption(
+        self, model_id: ModelId, resume: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        """Return the task that resumes a model, shared by all callers."""
+        name = str(model_id)
+        task = self._resuming.get(name)
+        if task is None:
+            task = self._resuming[name] = self._spawn(resume)
+            task.add_done_callback(lambda _: self._resuming.pop(name, None))
+            task.add_done_callback(lambda _: self._accepted.discard(name))
+        else:
+            resume.close()
+        return task
+
+    async def recall(self, target: str) -> None:
+        """Resume the model that a request is for, if this head has suspended it.
+
+        The model stays in memory at least until the caller awaits something else.
+
+        Args:
+            target: the model, or a sampling session of its weights.
+
+        Raises:
+            Unavailable: it is not resumed yet, or can't be resumed now.
+            InvalidRequest: its suspended state is damaged.
+        """
+        while (name := self._suspended.waiting_for(target)) is not None:
+            self._check_accepting()
+            await self._suspended.recall(name, self._resume_own)
+
+    async def _resume_own(self, suspended: SuspendedModel) -> None:
+        model_id = ModelId.parse(suspended.manifest.run_id)
+
+        def accept() -> None:
+            self._check_accepting()
+            self._accepted.add(str(model_id))
+
+        async def resume() -> None:
+            model, unfinished = await self._recovery.resume(
+                model_id, suspended.spec, suspended.manifest, accept
+            )
+            self._suspended.mark_resumed(str(model_id))
+            self._add_resumed(model, unfinished)
+
+        task = self._resumption(model_id, resume())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NotFound(f"model {model_id} was deleted")
+        task.result()
+
+    async def suspend_model(self, model_id: ModelId) -> bool:
+        """Write an unused model to the store; free its memory until its next request. Idempotent.
+
+        Returns:
+            False if it is in use, unknown or can't be written; nothing has changed then.
+        """
+        name = str(model_id)
+        if self._suspended.get(name) is not None:
+            return True
+        model = self._models.get(name)
+        if model is None or self._is_draining or self._is_used(model):
+            return False
+        return await self._suspended.suspend(model)
+
+    def _is_used(self, model: LiveModel) -> bool:
+        if model.queue.is_busy:
+            return True
+        sessions = self._samplers.sessions_of_model(model.model_id)
+        return any(s.request.sampling_session_id in sessions for s in self._samples.by_id.values())
+
+    async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
+        """Let another head continue a model, or take it back; see `SuspendedModels`."""
+        name = str(model_id)
+        await self._settled(name)
+        if is_back:
+            self._suspended.take_back(name)
+            return
+        if not self._is_held(name):
+            if (failure := await self._kept.load_all(name)) is not None:
+                raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
+            # Another call may have waited for the same, and be moving it.
+            await self._settled(name)
+        await self._suspended.move(name, self._samples.by_id)
+
+    async def _settled(self, name: str) -> None:
+        """Wait until a model is neither being resumed nor being suspended (`_check_accepting`)."""
+        # A request may start to resume it as soon as it has been suspended.
+        while task := self._resuming.get(name) or self._suspended.suspending(name):
+            await asyncio.wait({task})
+        self._check_accepting()
+
+    def held(self) -> list[HeldModel]:
+        """Return the models of this head and the memory they take."""
+        return self._suspended.held()
+
+    async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
+        # A head that started to stop meanwhile would not suspend the model: leave it in the store.
+        model, unfinished = await self._recovery.read(model_id, spec, self._check_accepting)
+        self._add_resumed(model, unfinished)
+
+    def _is_held(self, name: str) -> bool:
+        return name in self._models or self._suspended.knows(name)
+
+    async def _resume_kept(self, manifest: JournalManifest) -> None:
+        """Continue a run from the local journal."""
+        model_id = ModelId.parse(manifest.run_id)
+        spec = manifest.spec.model_copy(update={"resume_generation": manifest.generations[-1]})
+
+        async def resume() -> None:
+            # A head that stops writes it at once.
+            self._add_resumed(*await self._recovery.read(model_id, spec, lambda: None))
+
+        self._accepted.add(str(model_id))
+        task = self._resumption(model_id, resume())
+        await asyncio.wait({task})
+        if task.cancelled():
+            raise NotFound(f"model {model_id} was deleted")
+        task.result()
+
+    def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
+        """Add a resumed model, and restart its unfinished sampling requests."""
+        model_id = model.model_id
+        self._models[str(model_id)] = model
+        self._autosaver.watch(model)
+        if self._is_draining:
+            model.queue.hold()
+        for request in unfinished:
+            self._samples.restart(request, model.spec.owner)
+        log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
+
+    async def delete_model(self, model_id: ModelId) -> None:
+        """Remove a model, which may be unknown."""
+        name = str(model_id)
+        with self._kept.ignoring(name):
+            if (task := self._resuming.get(name)) is not None:
+                task.cancel()
+                await asyncio.wait({task})
+            await self._suspended.forget(name)
+            if (model := self._models.pop(name, None)) is not None:
+                model.queue.close(f"model {model_id} was deleted")
+                self._results.abandon(name)
+                await model.operations.delete()
+                _in_background = self._spawn(self._autosaver.discard(model))
+            await self.durability.remove(name)
+
+    def submit(self, received: Received, key: str | None = None) -> str:
+        """Queue a training request; return its id. An unreadable one fails in its place.
+
+        Args:
+            received: the request; one without a number is given the next free one.
+            key: the idempotency key of a request without a number.
+
+        Raises:
+            InvalidRequest: its number or key can't be used.
+            NotFound: the model is unknown.
+            Overloaded: the queue is full, or too many results have not been retrieved.
+        """
+        model = self._model(received.place.model_id)
+        if received.is_numbered:
+            return self._enqueue(model, received)
+        seq_id = model.given_numbers.number(key, received.digest)
+        model.queue.log.record_key(seq_id, key)
+        try:
+            request_id = self._enqueue(model, received.numbered(seq_id))
+        except BaseException:
+            # Another request may get this number.
+            model.queue.log.record_key(seq_id, None)
+            raise
+        model.given_numbers.record(seq_id, key)
+        return request_id
+
+    async def accepted(self, model_id: str) -> None:
+        """Return once the requests of a model so far may be confirmed to clients."""
+        await self._model(model_id).queue.log.accepted()
+
+    def _enqueue(self, model: LiveModel, received: Received) -> str:
+        if isinstance(received.content, ForwardBackwardRequest):
+            request_id = model.queue.request_id(received.place.seq_id)
+            self._results.check_room(request_id, model.spec.owner)
+        operation = model.operation_of(received)
+        others = [m for m in self._of_owner(model.spec.owner) if m is not model]
+        elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
+        return model.queue.submit(
+            received.place.seq_id, received.digest, received.size, operation, elsewhere
+        )
+
+    def _model(self, model_id: str) -> LiveModel:
+        self._check_accepting()
+        model = self._models.get(model_id)
+        if self._suspended.is_suspending(model_id):
+            raise Unavailable(f"model {model_id} is being suspended; send the request again")
+        if model is None:
+            raise NotFound(f"model {model_id!r} does not exist on this session head")
+        return model
+
+    def register_sampler(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
+        """Register a sampling session. Idempotent."""
+        self._check_accepting()
+        self._samplers.register(session_id, spec)
+
+    async def retire_sampler(self, session_id: SamplingSessionId) -> None:
+        """Remove a sampling session, which may be unknown, and cancel its requests."""
+        self._samples.cancel_of(session_id)
+        self._results.abandon(str(session_id))
+        await self._samplers.retire(session_id)
+
+    def prepare(self, request: SampleRequest) -> Prepared:
+        """Validate a sampling request (`RunningSamples.prepare`)."""
+        return self._samples.prepare(request)
+
+    def sample(self, prepared: Prepared) -> RequestId:
+        """Queue a sampling request; return its id (`RunningSamples.submit`)."""
+        self._check_accepting()
+        return self._samples.submit(prepared)
+
+    def cancel(self, request_id: str) -> None:
+        """Cancel a sampling request, which may be unknown or finished."""
+        self._samples.cancel(request_id)
+
+    async def retrieve(self, request_id: str, poll: Poll = LONG_POLL) -> Result | None:
+        """Wait for a result (`Retrieval.retrieve`)."""
+        self._last_activity = time.monotonic()
+        return await self._retrieval.retrieve(request_id, poll)
+
+    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
+        """Wait until samples of a client are complete (`Retrieval.completed`)."""
+        self._last_activity = time.monotonic()
+        return await self._retrieval.completed(request, seconds)
+
+    def why_waiting(self, request_id: str) -> tuple[future_responses.QueueState, str | None]:
+        """Return why a request has no result yet, in the SDK's terms and in words."""
+        parsed = RequestId.parse(request_id)
+        if (model := self._models.get(str(parsed.target))) is not None:
+            return model.why_waiting(parsed.seq_id)
+        return why_sample_waits(
+            request_id, self._samples.by_id, self._samples.limiter, self._backend.token_limits
+        )
+
+    def status(self) -> HeadStatus:
+        """Return the head's status."""
+        return head_status(
+            self._backend,
+            self._models,
+            self._shutdown,
+            num_samplers=len(self._samplers),
+            num_samples=len(self._samples.by_id),
+            idle_seconds=time.monotonic() - self._last_activity,
+            is_draining=self._is_draining,
+        )
+
+    async def checkpoint(self, only: str = "") -> list[str]:
+        """Write an automatic training checkpoint of every model, or of one; return the paths.
+
+        Raises:
+            WireError: some could not be written; the others were.
+        """
+        if not only:
+            # Save what there is now, rather than wait for trainers that are still starting.
+            self._backend.trainer.stop_waiting()
+        try:
+            failure = None if self._is_draining else await self._repeat_kept(only)
+        except Unavailable as error:
+            failure = error
+        saved = await self._autosaver.save_last(only)
+        if failure is not None:
+            raise failure
+        return saved
+
+    async def _repeat_kept(self, only: str) -> WireError | None:
+        """Continue runs that are only on the disk, and repeat their requests; see `load_all`."""
+        kept = await self._kept.waiting(only)
+        failures = [await self._kept.load(manifest) for manifest in kept]
+        for manifest in kept:
+            if (model := self._models.get(manifest.run_id)) is not None:
+                await model.queue.idle()
+        return next((each for each in failures if each is not None), None)
+
+    async def suspend(self, store: CheckpointStore | None = None) -> None:
+        """Reject new requests, finish running ones, and write all state for the next head.
+
+        Idempotent; a repeated call retries models that could not be written.
+
+        Args:
+            store: where to write; None for the checkpoint store.
+
+        Raises:
+            Unavailable: some models could not be written; the message says which and why.
+        """
+        self._is_draining = True
+        self._autosaver.close()
+        if self._beginning:
+            await asyncio.wait(set(self._beginning.values()))
+        await self._shutdown.suspend(store or self._backend.store)
+
+    def close(self) -> None:
+        """Stop immediately."""
+        self._autosaver.close()
+        self.durability.close()
+        for model in self._models.values():
+            model.queue.close("the session head stopped")
+        self._samples.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _check_accepting(self) -> None:
+        if self._is_draining:
+            raise Unavailable("this session head is stopping; send the request again")
+        self._last_activity = time.monotonic()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self._results.sweep()
+            await self._idle_memory.check(self.status())
+
+    def _result_read(self, request_id: str) -> None:
+        if (model := self._models.get(request_id.rpartition(":")[0])) is not None:
+            model.queue.log.record_read(request_id)
+
+    def _result_dropped(self, request_id: str) -> None:
+        parsed = RequestId.parse(request_id)
+        model = self._models.get(str(parsed.target))
+        if model is not None:
+            model.queue.sequencer.forget(parsed.seq_id)
+            model.given_numbers.forget(parsed.seq_id)

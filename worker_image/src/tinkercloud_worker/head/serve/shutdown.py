@@ -1,0 +1,153 @@
+"""Suspends all models of a head that is stopping."""
+
+import asyncio
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import structlog
+
+from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_worker.checkpoints.store import CheckpointStore
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.durable.durable_runs import Durability
+from tinkercloud_worker.head.durable.kept_runs import KeptRuns
+from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
+from tinkercloud_worker.head.durable.suspension import Suspension
+from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.sampling.unfinished_sample import Sample
+from tinkercloud_worker.head.wire.failed_results import Moved, error_message, to_result
+
+log = structlog.get_logger(__name__)
+
+_MAX_CONCURRENT = 4
+"""Models that are written at the same time; each is in memory twice meanwhile."""
+
+
+@dataclass(slots=True)
+class HeadShutdown:
+    """The state of a stopping head, and which models are written. The service owns the mappings."""
+
+    backend: Backend
+    models: Mapping[str, LiveModel]
+    resuming: Mapping[str, asyncio.Task[None]]
+    accepted: AbstractSet[str]
+    samples: Mapping[str, Sample]
+    suspension: Suspension
+    suspended: SuspendedModels
+    durability: Durability
+    kept: KeptRuns
+    is_suspended: bool = False
+    """Whether all models are written."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _written: set[str] = field(default_factory=set)
+
+    async def suspend(self, store: CheckpointStore) -> None:
+        """Finish running requests and write all state; see `HeadService.suspend`.
+
+        Raises:
+            Unavailable: some models could not be written; the message says which and why.
+        """
+        self.backend.trainer.stop_waiting()
+        await self.durability.forgive()
+        async with self._lock:
+            await self._drain()
+            await self.suspended.settle()
+            reasons = await self._suspend_all(store)
+            # Models that are already being resumed have left the store: write them again.
+            if resumed := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
+                await asyncio.wait(resumed)
+                reasons += await self._suspend_all(store)
+            missing = self.models.keys() - self._written
+            # On a disk that outlives the head, the next one continues them.
+            if self.backend.config.unsaved_dir is None:
+                missing |= await self._suspend_kept(store, reasons)
+            lost = sorted(missing)
+            if lost:
+                why = next((f": {reason}" for reason in reasons if reason), "")
+                raise Unavailable(f"could not suspend {', '.join(lost)}{why}")
+            self.is_suspended = True
+
+    async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
+        """Write all models that are not written yet; return the reasons of failures."""
+        remaining = [model for name, model in self.models.items() if name not in self._written]
+        room = asyncio.Semaphore(_MAX_CONCURRENT)
+        return await asyncio.gather(*[self._suspend(model, room, store) for model in remaining])
+
+    async def _suspend_kept(
+        self, store: CheckpointStore, reasons: list[str | None]
+    ) -> AbstractSet[str]:
+        """Write the runs that are only on the disk, one at a time; return those that remain.
+
+        Their requests run in the next head.
+
+        Args:
+            store: where to write.
+            reasons: is extended by the reasons of failures.
+        """
+        missing, room = set[str](), asyncio.Semaphore(1)
+        waiting = await self.kept.waiting()
+        if waiting:
+            for name in self._written & self.models.keys():
+                await _free(self.models[name])
+        for manifest in waiting:
+            # A request for it may have arrived before the head started to stop.
+            if (task := self.resuming.get(manifest.run_id)) is not None:
+                await asyncio.wait({task})
+            failure = await self.kept.load(manifest)
+            if failure is not None:
+                reasons.append(failure.message)
+                missing.add(manifest.run_id)
+            elif (model := self.models.get(manifest.run_id)) is not None:
+                reasons.append(await self._suspend(model, room, store))
+                if manifest.run_id in self._written:
+                    await _free(model)
+                elif manifest.run_id in self.models:
+                    missing.add(manifest.run_id)
+        return missing
+
+    async def _drain(self) -> None:
+        """Give running work some time to finish, then stop returning results."""
+        work = [asyncio.create_task(model.quiesce()) for model in self.models.values()]
+        work += [sample.task for sample in self.samples.values()]
+        if work:
+            await asyncio.wait(work, timeout=self.backend.config.timings.drain_seconds)
+        self.suspension.results.freeze()
+
+    async def _suspend(
+        self, model: LiveModel, room: asyncio.Semaphore, store: CheckpointStore
+    ) -> str | None:
+        """Write a model; return the reason if that fails."""
+        await model.queue.pause()
+        with suppress(Moved):
+            await model.queue.log.settled()
+        # Clients will be asked to send these uploads again, so none may succeed now.
+        await model.abort_background()
+        if str(model.model_id) not in self.models:
+            # The model was deleted meanwhile, or another head has taken it over.
+            return None
+        async with room:
+            sessions = self.suspension.samplers.sessions_of_model(model.model_id)
+            samples = [sample.request for sample in self.samples.values()]
+            unfinished = [r for r in samples if r.sampling_session_id in sessions]
+            try:
+                await self.suspension.write(model, unfinished, store)
+            except Moved:
+                self.durability.on_taken_over(str(model.model_id))
+                return None
+            except Exception as error:
+                log.exception("a model could not be suspended", model_id=str(model.model_id))
+                return error_message(to_result(error))
+        await self.durability.remove(str(model.model_id))
+        self._written.add(str(model.model_id))
+        log.info("suspended", model_id=str(model.model_id))
+        return None
+
+
+async def _free(model: LiveModel) -> None:
+    """Free the memory of a written model, so that there is room for the next one."""
+    try:
+        await model.operations.delete()
+    except Exception:
+        log.exception("failed to free the memory of a model", model_id=str(model.model_id))

@@ -1,0 +1,1 @@
+"""HTTP of a head without knowledge of models: headers, tokens, bodies, limits, errors."""

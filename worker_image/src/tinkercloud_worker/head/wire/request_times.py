@@ -1,0 +1,85 @@
+"""Remembers when requests were accepted, started and finished, for traces of sessions."""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+
+from tinkercloud_protocol.heads.request_timeline import Span
+from tinkercloud_protocol.wire import request_ids
+
+T = TypeVar("T")
+
+MAX_SPANS = 5000
+"""Spans that are kept of one session, the latest ones."""
+MAX_SESSIONS = 256
+"""Sessions whose spans are kept: those that finished a request last."""
+MAX_ALL_SPANS = 100_000
+"""Spans that are kept of all sessions, about 20 MB."""
+
+_Row = tuple[str, str, float, float, float, str | None]
+"""The fields of a `Span`, which would take several times as much memory."""
+
+
+class SpanRecorder:
+    """The latest spans of sessions. Belongs to one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        """Create a recorder without spans.
+
+        Args:
+            clock: returns the time in seconds from 1970-01-01 in UTC.
+        """
+        self._clock = clock
+        self._sessions: OrderedDict[str, deque[_Row]] = OrderedDict()
+        self._num_spans = 0
+
+    def timed(
+        self, target: str, name: str, work: Callable[[], Awaitable[T]]
+    ) -> Callable[[], Awaitable[T]]:
+        """Return work that records a span when it has run.
+
+        Args:
+            target: the model or sampling session of a request that has just been accepted.
+            name: what was requested.
+            work: executes it when it is its turn.
+        """
+        accepted = self._clock()
+        request = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
+
+        async def run() -> T:
+            started = self._clock()
+            try:
+                return await work()
+            finally:
+                self._add((target, name, accepted, started, self._clock(), request))
+
+        return run
+
+    def of_session(self, session_id: str) -> list[Span]:
+        """Return the spans of a session, in the order in which they finished."""
+        return [
+            Span(
+                target=target,
+                name=name,
+                accepted=accepted,
+                started=started,
+                finished=finished,
+                request=request,
+            )
+            for target, name, accepted, started, finished, request in self._sessions.get(
+                session_id, ()
+            )
+        ]
+
+    def _add(self, row: _Row) -> None:
+        session_id = row[0].partition(":")[0]
+        rows = self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS))
+        self._num_spans += len(rows) < MAX_SPANS
+        rows.append(row)
+        self._sessions.move_to_end(session_id)
+        while len(self._sessions) > MAX_SESSIONS or self._num_spans > MAX_ALL_SPANS:
+            _, oldest = self._sessions.popitem(last=False)
+            self._num_spans -= len(oldest)

@@ -1,0 +1,1 @@
+"""The device that megatron-core computes on: CPU or GPU."""

@@ -1,0 +1,1 @@
+"""Layers of megatron-core models with adapters."""

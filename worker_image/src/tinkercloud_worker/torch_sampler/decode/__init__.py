@@ -1,0 +1,1 @@
+"""Decoding: from running sequences to their next tokens."""
