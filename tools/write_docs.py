@@ -212,7 +212,7 @@ def outside_docs(markdown: str) -> str:
 
 
 def with_folders(readme: Path) -> str:
-    """Return the README of a package with its table of folders and of the modules beside them."""
+    """Return the README of a package with its table of folders and top-level modules."""
     [package] = (readme.parent / "src").glob("tinkercloud*")
     tops = [path for path in package.glob("*.py") if path.name != "__init__.py"]
     folders = [path.parent for path in package.rglob("__init__.py") if path.parent != package]

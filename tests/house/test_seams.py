@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 WORKER = Path(__file__).parents[2] / "worker_image" / "src" / "tinkercloud_worker"
-SEAM = {"device/accelerator.py", "megatron_trainer/cpu.py", "megatron_trainer/gpu.py"}
+SEAM = {
+    "device/accelerator.py",
+    "megatron_trainer/devices/cpu.py",
+    "megatron_trainer/devices/gpu.py",
+}
 """The second and third are for megatron-core, which uses CUDA directly."""
 OTHERS = [
     path for path in sorted(WORKER.rglob("*.py")) if str(path.relative_to(WORKER)) not in SEAM
