@@ -14,9 +14,9 @@
 If an accepted request fails later, the response to its future has status 200 and the body
 `{"error", "category"}` (`future_responses.failed`), because the SDK retries 5xx, 408, 409 and 429
 responses of `retrieve_future` indefinitely. For the same reason 409 is never used: the SDK would
-repeat a rejected request for five minutes. After a 410 response for a sample the SDK sends the sampling
-request again, without limit. So only `retrieve_future` returns it, for a sample whose result is
-gone and which can be sampled again; a sample that cannot becomes a failed future.
+repeat a rejected request for five minutes. After a 410 response for a sample the SDK sends the
+sampling request again, without limit. So only `retrieve_future` returns it, for a sample whose
+result is gone and which can be sampled again; a sample that cannot becomes a failed future.
 
 Messages name the field, the value received, the accepted values and what to do.
 """
