@@ -360,7 +360,6 @@ def test_the_state_of_a_request_is_returned_at_once(
         ("retrieve_future", {"request_id": "nope"}),
         ("cancel_future", {"request_id": "nope"}),
         ("join_sampling_session", {"sampling_session_id": "nope"}),
-        ("retrieve_futures", {"target": {"sampling_session_id": "nope"}, "timeout": 0}),
         ("asample", {"sampling_session_id": "nope", "prompt": PROMPT}),
         ("get_info", {"model_id": "nope"}),
     ],

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from tinkercloud_programs.rlve.batches import Group, Response, advantages, data_of
 from tinkercloud_programs.rlve.difficulty import Difficulty
 from tinkercloud_programs.rlve.problems import Outcome, Problems
-from tinkercloud_protocol.programs.rlve import RlveConfig
-from tinkercloud_protocol.programs.rlve_environments import ENVIRONMENTS
+from tinkercloud_protocol.programs.rlve import ENVIRONMENTS, RlveConfig
 
 REWARDS = st.lists(st.floats(-1, 1), min_size=2, max_size=16)
 

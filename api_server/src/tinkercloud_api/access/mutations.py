@@ -10,7 +10,7 @@ _READS = {
     for name in (
         *("auth/token", "client/config", "client/dynamic_config", "telemetry", "get_info"),
         *("weights_info", "checkpoints/search", "sessions/search"),
-        *("retrieve_future", "retrieve_futures"),
+        "retrieve_future",
     )
 }
 """Paths to which clients POST in order to read."""

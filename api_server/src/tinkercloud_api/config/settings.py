@@ -179,12 +179,6 @@ class Settings(BaseSettings):
     """Whether SDK clients exchange keys for access tokens (JWT) of an hour; `whoami` needs it."""
     audit_days: Annotated[int, Field(ge=1, le=3650)] = 90
     """How long, in days, entries of the audit log are kept."""
-    batch_polls: bool = False
-    """Whether an SDK client polls once for all of its samples. Saves connections if many wait, but
-    no time: each result is still fetched by itself. Measured with SDK 0.38 on two cores
-    (`python -m benchmarks futures`; ratios to one poll for each sample): results/s 0.88 with one
-    sample at a time, 0.98 with 8 and 0.96 with 64 (of 256 tokens: 1.01); latency 1.14, 1.01, 0.99
-    (0.99); CPU of the API server 1.7, 1.2, 1.0 (1.0)."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""

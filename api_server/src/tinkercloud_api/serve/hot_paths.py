@@ -64,7 +64,6 @@ HANDLERS: Mapping[str, Handler] = {
     routes.ASAMPLE: sampling_routes.asample,
     routes.SAMPLE: blocking.sample,
     routes.RETRIEVE_FUTURE: future_routes.retrieve_future,
-    routes.RETRIEVE_FUTURES: future_routes.retrieve_futures,
     routes.CANCEL_FUTURE: future_routes.cancel_future,
 }
 

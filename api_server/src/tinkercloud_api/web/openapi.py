@@ -28,7 +28,6 @@ from tinkercloud_protocol.requests.training_requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.wire import future_responses, routes
 
 _REFERENCE = "#/components/schemas/"
@@ -168,7 +167,6 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.ASAMPLE: SampleOfWeights,
     routes.SAMPLE: SampleOfWeights,
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
-    routes.RETRIEVE_FUTURES: RetrieveFuturesRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
 _UPLOAD = "/api/v1/checkpoints/uploads/{upload_id}/adapter_model.safetensors"
@@ -186,7 +184,6 @@ _SUMMARIES = {
     routes.ASAMPLE: "Sample",
     routes.SAMPLE: "Sample, and wait for the result",
     routes.RETRIEVE_FUTURE: "Wait for the result of a request",
-    routes.RETRIEVE_FUTURES: "Wait for samples of a client",
     routes.CANCEL_FUTURE: "Cancel a sampling request",
 }
 
@@ -272,7 +269,7 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
         content = {future_responses.JSON: {"schema": answer}}
     elif path == routes.RETRIEVE_FUTURE:
         content[future_responses.PROTOBUF] = {"schema": {"type": "string", "format": "binary"}}
-    elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE, routes.RETRIEVE_FUTURES}:
+    elif path not in {routes.CANCEL_FUTURE, routes.SAMPLE}:
         content = {future_responses.JSON: {"schema": {"$ref": f"{_REFERENCE}Promise"}}}
     description = "The result, or the reason for the failure." if is_result else "Accepted."
     return {

@@ -48,9 +48,6 @@ class HeadCapacity:
     def more_of(self, size: int, before: int = 0) -> int:
         """Return how many more models of a size would be admitted, one after another.
 
-        Models leave one by one until the one that is needed fits. So the models that are out are at
-        most what the device can't hold, the needed one, which is still out, and the last that left.
-
         Args:
             size: the bytes of each, with its gradient and moments; at least 1.
             before: the bytes of other models that are created before them.
@@ -66,9 +63,22 @@ class HeadCapacity:
             return MOST_REPORTED
         # Without moments, a new model counts with its gradient twice.
         at_first = size + size // 4
-        swapped = self.swap_bytes - 2 * max(at_first, self.model_bytes)
-        room = self.with_idle_bytes + max(0, swapped)
+        beyond = self.swap_bytes - swapped_bytes(0, max(at_first, self.model_bytes))
+        room = self.with_idle_bytes + max(0, beyond)
         return _within(room - before - (at_first - size), size)
+
+
+def swapped_bytes(excess: int, largest: int) -> int:
+    """Return the most bytes of idle models that are off the device at the same time.
+
+    Models leave one by one until the needed one fits. So there are at most the excess, the needed
+    one, which has not returned yet, and the last that left.
+
+    Args:
+        excess: the bytes of all models beyond what the device holds.
+        largest: the bytes of the largest model that can leave.
+    """
+    return excess + 2 * largest
 
 
 def _within(room: int, size: int) -> int:

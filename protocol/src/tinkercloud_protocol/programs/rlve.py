@@ -5,15 +5,19 @@ defaults are those that clients of other servers send; the last three fields exi
 """
 
 import difflib
+from importlib import resources
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from tinkercloud_protocol.programs.rlve_environments import ENVIRONMENTS
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel
 
 MODULE = "tinkercloud_programs.rlve"
 """Module of the program; its only argument is an `RlveConfig` as JSON."""
+ENVIRONMENTS = frozenset(
+    resources.files(__package__).joinpath("rlve_environments.txt").read_text("utf-8").split()
+)
+"""The names of the environments in the package `rlve-gym` 0.0.1."""
 _NEAR_MATCHES = 3
 
 

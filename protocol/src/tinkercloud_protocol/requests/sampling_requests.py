@@ -374,3 +374,9 @@ def parse_sample(body: bytes) -> SampleRequest:
             f" most {MAX_CHUNKS} chunks. Send the tokens in fewer chunks"
         )
     return parse_json(SampleRequest, body)
+
+
+class JoinSamplingSessionRequest(WireModel):
+    """POST join_sampling_session: get the number of another client of a sampling session."""
+
+    sampling_session_id: Name

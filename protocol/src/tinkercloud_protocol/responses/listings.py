@@ -38,8 +38,6 @@ class ClientConfig(Answer):
     """Uploaded losses run on the server, in one pass instead of two."""
     sample_join_sampling_session: bool = True
     """Clients of one sampling session get numbers from the server, so that they never collide."""
-    sample_use_retrieve_futures: bool = False
-    """One poll for all samples of a client, instead of one for each."""
 
 
 class DynamicConfig(Answer):

@@ -7,7 +7,7 @@ numbers, so that those of several ranks can be compared in the head.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.heads.capacity import HeadCapacity
+from tinkercloud_protocol.heads.capacity import HeadCapacity, swapped_bytes
 
 BYTES_PER_PARAMETER = 16
 """Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
@@ -84,9 +84,7 @@ class MemoryReport:
     def missing_to_swap(self, parameters: int) -> int:
         """Return how many bytes the place lacks once there is a new model, whichever is used then.
 
-        Otherwise a model that is here could not return for the rest of a request. Models leave one
-        by one until the one that is needed fits. So the models that are out are at most what the
-        device can't hold, the needed one, which is still out, and the last that left.
+        Otherwise a model that is here could not return for the rest of a request.
 
         Args:
             parameters: the number of parameters of the new model.
@@ -102,7 +100,7 @@ class MemoryReport:
         if excess <= 0 or place is None:
             return 0
         largest = max([size, *self._sizes_that_move])
-        return excess + 2 * largest - place
+        return swapped_bytes(excess, largest) - place
 
     @property
     def _sizes_that_move(self) -> list[int]:

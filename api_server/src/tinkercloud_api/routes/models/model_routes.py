@@ -13,10 +13,10 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.sampling_requests import (
     CreateSamplingClientRequest,
     CreateSamplingSessionRequest,
+    JoinSamplingSessionRequest,
     NamedWeights,
 )
 from tinkercloud_protocol.requests.training_requests import CreateModelRequest, GetInfoRequest
-from tinkercloud_protocol.responses.batched_futures import JoinSamplingSessionRequest
 from tinkercloud_protocol.responses.listings import (
     JoinSamplingSessionAnswer,
     ModelData,

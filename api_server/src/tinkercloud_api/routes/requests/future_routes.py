@@ -13,12 +13,9 @@ from tinkercloud_api.routes.requests import loss_routes, unloading
 from tinkercloud_api.routes.requests.call import SMALL_BODY_BYTES, Call
 from tinkercloud_api.web.long_polls import ShuttingDown
 from tinkercloud_protocol.requests.sampling_requests import RetrieveFutureRequest
-from tinkercloud_protocol.responses import batched_futures
-from tinkercloud_protocol.responses.batched_futures import Cursor, RetrieveFuturesRequest
 from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.asgi import respond
 from tinkercloud_protocol.wire.errors import (
-    Forbidden,
     InvalidRequest,
     NotFound,
     Unavailable,
@@ -32,10 +29,6 @@ _POLL_MARGIN_SECONDS = 20.0
 """Time that a head may take to respond after the end of a long poll. The SDK itself waits 25 s
 longer than polls last by default."""
 _GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
-
-
-_POLL_BODY_BYTES = 8 << 20
-"""Limit of a poll for many samples, which names the results that the client has received."""
 _LOOKUP_SECONDS = 2.0
 """How long a request that does not wait for a result waits for the head's address."""
 
@@ -191,50 +184,6 @@ async def _withdraw(call: Call, request_id: RequestId, error: WireError) -> None
             await deferred.refuse(target, request_id.seq_id, error.message)
         else:
             await deferred.remove(target, request_id.seq_id)
-
-
-async def retrieve_futures(call: Call) -> None:
-    """Wait until samples of a client are complete, at the head that computes them."""
-    body = await call.request.body(_POLL_BODY_BYTES)
-    asked = await asyncio.to_thread(parse_json, RetrieveFuturesRequest, body)
-    target, locator = asked.target.sampling_session_id, call.server.locator
-    may_change = await locator.authorize_sampler(target, call.principal)
-    if asked.retrieved_request_ids and not may_change:
-        raise Forbidden(
-            "retrieved_request_ids: these results would be dropped, which only those may do who may"
-            " change the sampling session; send an empty list"
-        )
-    longest = call.server.settings.timings.long_poll_seconds
-    seconds = longest if asked.timeout is None else min(asked.timeout, longest)
-    unchanged = batched_futures.answer([], asked.prev_cursor)
-    try:
-        with call.server.long_polls.track():
-            try:
-                head = locator.head_of_sample(target)
-                endpoint = await _wait_while_polling(head, seconds)
-                await call.forward(
-                    endpoint,
-                    target,
-                    body,
-                    extra=_waiting(call, seconds),
-                    timeout_seconds=_poll_seconds(call),
-                )
-            except (TimeoutError, Unavailable):
-                await asyncio.sleep(min(seconds, _RETRY_SECONDS))
-                if not call.has_answered:
-                    await respond(call.send, unchanged)
-            except WireError:
-                # No head will complete the samples: retrieve_future says so for each of them.
-                await respond(call.send, _all_complete(asked))
-    except ShuttingDown:
-        if not call.has_answered:
-            await respond(call.send, unchanged)
-
-
-def _all_complete(asked: RetrieveFuturesRequest) -> bytes:
-    names, following = batched_futures.nearby(asked.target, Cursor.parse(asked.prev_cursor))
-    entries = [batched_futures.complete(name) for name in names]
-    return batched_futures.answer(entries, int(following))
 
 
 async def cancel_future(call: Call) -> None:

@@ -76,7 +76,6 @@ async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     settings = server.settings
     return ClientConfig(
         proto_compress_fwdbwd=settings.compress_uploads,
-        sample_use_retrieve_futures=settings.batch_polls,
         pjwt_auth_enabled=settings.access_tokens,
     )
 

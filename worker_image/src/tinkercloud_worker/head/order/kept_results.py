@@ -12,7 +12,7 @@ them runs.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,7 +21,6 @@ from tinkercloud_protocol.heads.launch import Limits, Timings
 from tinkercloud_protocol.wire import future_responses
 from tinkercloud_protocol.wire.errors import NotFound, Overloaded, ResultGone
 from tinkercloud_protocol.wire.future_responses import Result
-from tinkercloud_worker.head.order.completions import Completions
 
 log = structlog.get_logger(__name__)
 
@@ -112,8 +111,6 @@ class Results:
         self._held_back: set[str] = set()
         """Models and sampling sessions whose results are not returned."""
         self._released = asyncio.Event()
-        self.completions = Completions()
-        """Completed samples, for clients that wait for all of theirs at once."""
 
     def open(self, request_id: str, digest: bytes, owner: str) -> bool:
         """Register an owner's request; return False if its id is already registered."""
@@ -121,7 +118,6 @@ class Results:
             return False
         self._entries[request_id] = _Entry(digest, owner)
         self._ids_by_target.setdefault(_target(request_id), set()).add(request_id)
-        self.completions.open(request_id)
         return True
 
     def has_room(self, owner: str) -> bool:
@@ -168,7 +164,6 @@ class Results:
         entry.result = result
         entry.finished.set()
         entry.finished = _FINISHED
-        self.completions.finish(request_id, result)
         owned = self._owned.setdefault(entry.owner, _Owned())
         owned.num_bytes += entry.size
         if entry.read_at is not None:
@@ -246,13 +241,6 @@ class Results:
             self._mark_read(request_id, entry)
         return result
 
-    def acknowledge(self, target: str, request_ids: Iterable[str]) -> None:
-        """Drop results of a sampling session that its client has received completely."""
-        known = self._ids_by_target.get(target, set())
-        for request_id in known.intersection(request_ids):
-            if self._entries[request_id].read_at is not None:
-                self._drop(request_id)
-
     def hold_back(self, targets: Set[str]) -> None:
         """Return no results of these models and sampling sessions, which are being written."""
         self._held_back |= targets
@@ -293,7 +281,6 @@ class Results:
     def release(self) -> None:
         """Wake all waiters, with or without a result."""
         self._released.set()
-        self.completions.close()
         for entry in self._entries.values():
             entry.finished.set()
 
@@ -378,10 +365,6 @@ class Results:
     def _drop(self, request_id: str) -> None:
         """Drop a result."""
         entry, target = self._entries.pop(request_id), _target(request_id)
-        if entry.read_at is None:
-            self.completions.lose(request_id)
-        else:
-            self.completions.forget(request_id)
         self._ids_by_target[target].discard(request_id)
         if not self._ids_by_target[target]:
             del self._ids_by_target[target]

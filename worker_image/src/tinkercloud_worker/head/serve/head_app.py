@@ -36,7 +36,6 @@ from tinkercloud_protocol.requests.sampling_requests import (
 )
 from tinkercloud_protocol.requests.training_requests import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.responses import chat_errors
-from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.responses.json_results import forward_backward_as_json, sample_as_json
 from tinkercloud_protocol.wire import envelope, future_responses, request_ids, routes
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
@@ -108,7 +107,6 @@ class HeadApp:
             ("POST", routes.ATTACH_MODEL): self._attach_model,
             ("POST", routes.ASAMPLE): self._asample,
             ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
-            ("POST", routes.RETRIEVE_FUTURES): self._retrieve_futures,
             ("POST", routes.CANCEL_FUTURE): self._cancel_future,
             ("POST", routes.HEAD_SUSPEND): self._suspend,
             ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
@@ -346,12 +344,6 @@ class HeadApp:
             convert = sample_as_json if is_sample else forward_backward_as_json
             return Response(await _off_loop(convert, result.body))
         return Response(result.body, content_type=result.content_type)
-
-    async def _retrieve_futures(self, request: Request) -> Response:
-        body = await request.body(self._limits.max_body_bytes)
-        asked = await _off_loop(partial(parse_json, RetrieveFuturesRequest), body)
-        self._check_target(request, asked.target.sampling_session_id)
-        return Response(await self._service.completed(asked, headers.seconds_to_wait(request)))
 
     async def _cancel_future(self, request: Request) -> Response:
         body = await request.body(LARGE_BODY_BYTES)

@@ -1,4 +1,4 @@
-"""Retrieving results: one at a time, or which samples of a client are complete."""
+"""Retrieving results."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from tinkercloud_protocol.responses import batched_futures
-from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_worker.head.backend import Backend
@@ -79,22 +77,6 @@ class Retrieval:
             if ":sample:" not in request_id or owner is None:
                 raise
             raise sample_gone(error, owner, self._config.limits) from None
-
-    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
-        """Wait until samples of a client are complete; return the response (`batched_futures`).
-
-        Args:
-            request: the client, and the results that it has received.
-            seconds: how long to wait; None means as long as the request asks for.
-        """
-        target = request.target.sampling_session_id
-        limits = [value for value in (seconds, request.timeout) if value is not None]
-        seconds = self._bounded(min(limits, default=None))
-        self._results.acknowledge(target, request.retrieved_request_ids)
-        if not await self._is_recalled(target, seconds):
-            return batched_futures.answer([], request.prev_cursor)
-        completions = self._results.completions
-        return await completions.wait(request.target, request.prev_cursor, seconds)
 
     def _bounded(self, seconds: float | None) -> float:
         longest = self._config.timings.long_poll_seconds

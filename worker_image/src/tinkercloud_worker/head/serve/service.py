@@ -12,7 +12,6 @@ from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, 
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
-from tinkercloud_protocol.responses.batched_futures import RetrieveFuturesRequest
 from tinkercloud_protocol.wire import future_responses
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.wire.future_responses import Result
@@ -391,11 +390,6 @@ class HeadService:
         """Wait for a result (`Retrieval.retrieve`)."""
         self._last_activity = time.monotonic()
         return await self._retrieval.retrieve(request_id, poll)
-
-    async def completed(self, request: RetrieveFuturesRequest, seconds: float | None) -> bytes:
-        """Wait until samples of a client are complete (`Retrieval.completed`)."""
-        self._last_activity = time.monotonic()
-        return await self._retrieval.completed(request, seconds)
 
     def why_waiting(self, request_id: str) -> tuple[future_responses.QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""

@@ -1,7 +1,4 @@
-"""What servers may ask of clients: one poll for all samples, and compressed batches.
-
-Clients of one sampling session get numbers.
-"""
+"""Sampling clients: their numbers, errors and cancelled samples; and compressed batches."""
 
 import pickle
 from collections.abc import Iterator
@@ -22,20 +19,10 @@ LONG = types.SamplingParams(max_tokens=400, stop=[])
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
-    """A server whose clients poll once for all of their samples and compress batches."""
-    settings = {"TINKERCLOUD_BATCH_POLLS": "true", "TINKERCLOUD_COMPRESS_UPLOADS": "true"}
+    """A server whose clients compress batches."""
+    settings = {"TINKERCLOUD_COMPRESS_UPLOADS": "true"}
     with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
         yield running
-
-
-def test_samples_are_retrieved_by_one_poll(client: tinker.ServiceClient) -> None:
-    sampler = client.create_sampling_client(base_model=MODEL).result()
-
-    futures = [sampler.sample(PROMPT, 1, SHORT) for _ in range(30)]
-    results = [future.result() for future in futures]
-
-    assert sampler._futures_poller is not None
-    assert [len(result.sequences[0].tokens) for result in results] == [4] * 30
 
 
 def test_batches_are_sent_compressed(client: tinker.ServiceClient) -> None:
@@ -77,16 +64,16 @@ def test_unpickled_clients_get_numbers_of_the_server(client: tinker.ServiceClien
     assert sorted(clone._cloned_sampler_id for clone in clones) == [1, 2]
 
 
-def test_only_the_owner_polls_and_joins(server: Server, client: tinker.ServiceClient) -> None:
+def test_only_the_owner_joins_a_sampling_session(
+    server: Server, client: tinker.ServiceClient
+) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
     session = sampler._sampling_session_id
     stranger = server.new_key("a-stranger")
-    target = {"type": "sampling_session", "sampling_session_id": session, "cloned_sampler_id": 0}
 
-    polled = server.post("retrieve_futures", {"target": target, "timeout": 0}, key=stranger)
     joined = server.post("join_sampling_session", {"sampling_session_id": session}, key=stranger)
 
-    assert (polled.status, joined.status) == (404, 404)
+    assert joined.status == 404
 
 
 def test_a_queued_sample_can_be_cancelled(server: Server, client: tinker.ServiceClient) -> None:
