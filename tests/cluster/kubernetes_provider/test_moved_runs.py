@@ -41,6 +41,7 @@ class Pool:
 
     def a_run(self, server: Server, cluster: str) -> tuple[tinker.TrainingClient, str]:
         """Create a run on a cluster; return it and its TrainingSession."""
+        self.world.wait_for_model(server, self.model_name)
         known = self.world.sessions()
         waiting = server.client().create_lora_training_client(self.model_name, rank=4, seed=1)
         session = self.world.new_session(known)
@@ -153,11 +154,12 @@ def test_a_request_that_reaches_the_old_cluster_waits_until_the_new_place_is_kno
     pool: Pool, world: World, server: Server
 ) -> None:
     run, session = pool.a_run(server, "pool-left")
+    # In the order of the operator: until a move is announced, a head may take back a run.
+    world.annotate_moving(session, "pool-right")
     pool.heads["pool-left"].give_away(run.model_id)
 
     with ThreadPoolExecutor() as threads:
         waiting = threads.submit(lambda: run.save_state("kept").result().path)
-        world.annotate_moving(session, "pool-right")
         world.finish_move(session, "pool-right")
 
         assert waiting.result() == f"tinker://{run.model_id}/weights/kept"

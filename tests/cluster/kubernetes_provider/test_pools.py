@@ -34,6 +34,7 @@ class Pool:
 
     def a_run(self, server: Server, key: str = API_KEY) -> tinker.TrainingClient:
         """Create a run and give it a place."""
+        self.world.wait_for_model(server, self.model_name)
         known = self.world.sessions()
         waiting = server.client(key).create_lora_training_client(self.model_name, rank=4, seed=1)
         self.world.place(self.world.new_session(known), self.cluster)

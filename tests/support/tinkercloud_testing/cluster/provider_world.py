@@ -199,6 +199,17 @@ class World:
         found = self.cluster.objects("trainingsessions", self.namespace)
         return [item["metadata"]["name"] for item in found]
 
+    def wait_for_model(self, server: Server, name: str) -> None:
+        """Wait until a server offers a model: servers learn of BaseModels by a watch."""
+
+        def is_offered() -> bool:
+            offered = server.request("GET", "/api/v1/get_server_capabilities").json()[
+                "supported_models"
+            ]
+            return name in [model["model_name"] for model in offered]
+
+        wait_until(is_offered, f"{name} among the models of the server")
+
     def new_session(self, known: list[str]) -> str:
         """Wait for a new session and return its name."""
         wait_until(lambda: bool(set(self.sessions()) - set(known)), "a TrainingSession")
