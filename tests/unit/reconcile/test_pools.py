@@ -462,6 +462,20 @@ def test_a_cluster_that_starts_slowly_is_kept_while_a_run_waits_for_it() -> None
     assert plan_pool(facts(slow)).delete == (NAMES[0],)
 
 
+def test_a_suspended_cluster_without_members_goes_first_when_the_pool_becomes_smaller() -> None:
+    suspended = replace(a_cluster(NAMES[0], is_ready=False), is_suspended=True)
+    kept = a_member("kept", NAMES[0])
+    smaller = POOL.model_copy(update={"max_clusters": 1})
+
+    plan = plan_pool(facts(suspended, a_cluster(NAMES[1]), pool=smaller))
+    held = plan_pool(facts(suspended, a_cluster(NAMES[1]), members=[kept], pool=smaller))
+    within = plan_pool(facts(suspended, a_cluster(NAMES[1])))
+
+    assert plan.delete == (NAMES[0],)
+    assert held.delete == (NAMES[1],)
+    assert within.delete == ()
+
+
 @pytest.mark.parametrize("pool", [None, Pool(min_clusters=0, max_clusters=1)])
 def test_a_smaller_pool_loses_its_empty_clusters_at_once_and_keeps_the_others(
     pool: Pool | None,

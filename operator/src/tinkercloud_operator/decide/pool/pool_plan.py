@@ -209,7 +209,9 @@ def _surplus_clusters(
         (cluster for cluster in usable if not load[cluster.name]),
         key=lambda each: (not each.is_left, each.is_ready, each.unused_since, each.name),
     )
-    surplus = empty[: max(0, len(_usable(facts)) - most)]
+    excess = max(0, len(_usable(facts)) - most)
+    suspended = _suspended_clusters(facts, load)[:excess]
+    surplus = empty[: excess - len(suspended)]
     # While members wait, a cluster that starts is needed, however long that takes.
     unused = [
         cluster
@@ -222,7 +224,15 @@ def _surplus_clusters(
         beyond = facts.free(usable, load) - _spare_slots(facts.pool, waiting, load)
         left = [beyond - taken for taken in accumulate(slots[name] for name in chosen)]
         chosen = chosen[: max(len(surplus), sum(each >= 0 for each in left))]
-    return chosen[: max(0, len(usable) - least)]
+    return (*suspended, *chosen[: max(0, len(usable) - least)])
+
+
+def _suspended_clusters(facts: PoolFacts, load: Counter[str]) -> list[str]:
+    """Return clusters without members that an administrator has suspended; they offer no slots."""
+    if facts.pool is None:
+        return []
+    idle = (each for each in _usable(facts) if each.is_suspended and not load[each.name])
+    return sorted(cluster.name for cluster in idle)
 
 
 def _spare_slots(pool: Pool, waiting: Sequence[Member], load: Counter[str]) -> int:
