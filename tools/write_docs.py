@@ -156,9 +156,10 @@ def evidence() -> str:
     return EVIDENCE_HEAD + "".join(area_section(area) for area in load_evidence()["areas"])
 
 
-def load_evidence() -> Any:
+def load_evidence() -> dict[str, Any]:
     """Return the content of evidence.yaml."""
-    return yaml.safe_load(EVIDENCE_DATA.read_text())
+    content: dict[str, Any] = yaml.safe_load(EVIDENCE_DATA.read_text())
+    return content
 
 
 def area_section(area: Mapping[str, Any]) -> str:

@@ -25,6 +25,7 @@ VERDICTS = (
     "not tested", "-",
 )  # fmt: skip
 
+
 def claims() -> list[tuple[str, dict[str, Any]]]:
     """Return each claim about an engine with its name."""
     return [
