@@ -129,3 +129,50 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     modules = [path.replace("tinkercloud_", "") for path in paths]
 
     assert [name for name in named if not any(m.endswith(f"/{name}") for m in modules)] == []
+
+
+def newest(figure: str) -> dict[str, Any]:
+    """Return the newest committed measurement of a figure."""
+    results = [
+        json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    ]
+    dated = [
+        (content["date"], measurement)
+        for content in results
+        for measurement in content.get("measurements", [])
+        if measurement["id"] == figure
+    ]
+    return max(dated, key=lambda each: each[0])[1]
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [
+        ("G8", "{:.2f} times the time"),
+        ("G17", "{:.2f} times the time"),
+        ("G11b", "| {:.0f}; "),
+        ("G12", "; {:,.0f} tokens/s |"),
+        ("G14", "| {:.1f} ms |"),
+        ("G15", "| {:.0f} ms |"),
+        ("G16", "| {:.1f} ms |"),
+        ("C11", "{:.1f} times as fast"),
+        ("C15", "| {:.5f} |"),
+    ],
+)
+def test_the_readme_has_the_newest_figures(figure: str, text: str) -> None:
+    benchmarks = (ROOT / "README.md").read_text().partition("## Benchmarks\n")[2]
+
+    assert text.format(newest(figure)["value"]) in benchmarks.partition("## Recipes")[0]
+
+
+@pytest.mark.parametrize("figure", ["G1", "G2"])
+def test_the_readme_has_the_newest_tokens_per_second(figure: str) -> None:
+    tokens = int(newest(figure)["note"].split()[0])
+
+    assert f"{tokens:,} tokens/s" in (ROOT / "README.md").read_text()
+
+
+def test_the_glossary_lists_each_term_once_in_order() -> None:
+    terms = re.findall(r"^\| \*\*(.+?)\*\*", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+
+    assert [term.lower() for term in terms] == sorted({term.lower() for term in terms})
