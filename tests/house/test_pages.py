@@ -136,7 +136,7 @@ def newest(figure: str) -> dict[str, Any]:
     results = [
         json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")
     ]
-    dated = [
+    dated: list[tuple[str, dict[str, Any]]] = [
         (content["date"], measurement)
         for content in results
         for measurement in content.get("measurements", [])
