@@ -3,6 +3,7 @@
 docs/operate/configuration.md   from `Settings` of the API server and of the operator
 docs/compatibility.md           from docs/compatibility.json, which `make compatibility` writes
 docs/contribute/evidence.md     from docs/contribute/evidence.yaml
+README.md                       Tinkercloud's column of the comparison, from the same file
 examples/tutorial.ipynb         from docs/use/tutorial.md
 README.md of packages           their tables of folders, from the first lines of docstrings
 """
@@ -26,6 +27,7 @@ from tinkercloud_operator import settings as operator
 
 ROOT = Path(__file__).parent.parent
 CONFIGURATION = ROOT / "docs" / "operate" / "configuration.md"
+README = ROOT / "README.md"
 EVIDENCE = ROOT / "docs" / "contribute" / "evidence.md"
 TUTORIAL = ROOT / "docs" / "use" / "tutorial.md"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"
@@ -91,15 +93,15 @@ EVIDENCE_HEAD = """# Evidence
 
 <!-- Written by `make docs` from evidence.yaml. Do not edit. -->
 
-Each claim about trainers and samplers, with its verdict and the tests that prove it. The short
-version for users is [Supported](../supported.md).
+Each claim about trainers, samplers, durability, pools and quotas, with its verdict and the tests that
+prove it. The short version for users is [Supported](../supported.md).
 
 | Verdict | Meaning |
 | --- | --- |
 | **CPU** | proven on a CPU: the linked test or figure runs a real model, real ranks, a real server |
 | **H200** | proven on one H200 by `python -m benchmarks.gpu` on 2026-11-20 with torch 2.11. Figures that name an H100 are of one H100, by the same command on 2026-11-26. [Changes since](gpu-benchmarks.md#since-then), and the torch 2.13 of our images, have run on CPUs only |
 | **definitions** | tested against [the other program's own definitions](sglang-on-cpu.md#tests-against-definitions), but that program has not run |
-| **unproven** | written, but nobody has seen it work |
+| **unproven** | implemented, not verified |
 | **refused** | refused by an error that names it |
 | **not written** | not implemented. An empty cell claims nothing; `-` means not applicable |
 
@@ -109,7 +111,15 @@ whose results are committed and which CI does not repeat. A *whole model* is one
 full fine-tuning, as opposed to an adapter. TP2 means two ranks of tensor parallelism; likewise PP
 pipeline, CP context, EP expert and DP data parallelism.
 """  # noqa: E501
-COLUMNS = {"torch": "torch", "megatron": "megatron", "sglang": "`sglang` engines", "vllm": "vLLM"}
+COLUMNS = {
+    "torch": "torch",
+    "megatron": "megatron",
+    "sglang": "`sglang` engines",
+    "vllm": "vLLM",
+    "server": "Evidence",
+}
+COMPARISON = re.compile(r"(?<=^\| \| Tinkercloud \|).*?(?=\n\n)", re.M | re.S)
+"""The comparison of the README, from the second cell of its head on."""
 
 
 def configuration() -> str:
@@ -150,8 +160,13 @@ def meaning(field: FieldInfo) -> str:
 
 def evidence() -> str:
     """Return the page of all claims."""
-    areas = yaml.safe_load(EVIDENCE_DATA.read_text())["areas"]
-    return EVIDENCE_HEAD + "".join(area_section(area) for area in areas)
+    return EVIDENCE_HEAD + "".join(area_section(area) for area in load_evidence()["areas"])
+
+
+def load_evidence() -> dict[str, Any]:
+    """Return the content of evidence.yaml."""
+    content: dict[str, Any] = yaml.safe_load(EVIDENCE_DATA.read_text())
+    return content
 
 
 def area_section(area: Mapping[str, Any]) -> str:
@@ -172,6 +187,27 @@ def claim_cell(claim: Mapping[str, Any]) -> str:
         name = Path(path).stem.removeprefix("test_")
         links.append(f"[{name}]({os.path.relpath(ROOT / path, EVIDENCE.parent)})")
     return " · ".join([claim["says"], *links])
+
+
+def readme() -> str:
+    """Return the README with Tinkercloud's column of the comparison as the evidence says.
+
+    Raises:
+        SystemExit: if the table and the evidence do not list the same features.
+    """
+    here = {row["feature"]: row["here"] for row in load_evidence()["comparison"]}
+    text = README.read_text()
+    table = COMPARISON.search(text)
+    listed = re.findall(r"^\| ([^|]+?) \|", table[0], re.M)[1:] if table else []
+    if not table or set(listed) != here.keys():
+        differing = ", ".join(sorted(set(listed) ^ here.keys()))
+        sys.exit(f"list in the comparisons of README.md and {EVIDENCE_DATA.name}: {differing}")
+
+    def row(match: re.Match[str]) -> str:
+        return f"| {match[1]} | {here[match[1]]} |" if match[1] in here else match[0]
+
+    generated = re.sub(r"^\| ([^|]+?) \| [^|]* \|", row, table[0], flags=re.M)
+    return text[: table.start()] + generated + text[table.end() :]
 
 
 def notebook() -> str:
@@ -239,6 +275,7 @@ def main() -> None:
     pages = {
         CONFIGURATION: configuration(),
         EVIDENCE: evidence(),
+        README: readme(),
         NOTEBOOK: notebook(),
         compatibility.PAGE: compatibility.text(),
     }

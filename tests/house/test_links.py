@@ -1,4 +1,4 @@
-"""Links and code blocks of the pages are valid."""
+"""Links, tables and code blocks of the pages are valid."""
 
 import ast
 import json
@@ -77,6 +77,34 @@ def test_every_reference_has_one_definition_and_every_definition_is_used(page: P
     assert used - set(defined) == set(), "references without a definition"
     assert set(defined) - used == set(), "definitions without a reference"
     assert len(defined) == len(set(defined)), f"duplicate definitions: {sorted(defined)}"
+
+
+def broken_rows(text: str) -> list[str]:
+    """Return the rows of tables that do not render as such: no head, or another number of cells."""
+    broken = []
+    for block in re.split(r"\n(?! *\|)", text):
+        rows = [line for line in block.splitlines() if line.lstrip().startswith("|")]
+        counts = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+        has_head = len(rows) > 1 and re.fullmatch(r" *\|( *:?-+:? *\|)+ *", rows[1])
+        broken += [
+            row
+            for row, count in zip(rows, counts, strict=True)
+            if not has_head or count != counts[1]
+        ]
+    return broken
+
+
+@each_page
+def test_every_row_of_a_table_has_a_head_and_its_number_of_cells(page: Path) -> None:
+    assert broken_rows(prose(page)) == []
+
+
+def test_a_row_behind_a_blank_line_or_with_another_cell_is_broken() -> None:
+    table = "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+    assert broken_rows(f"Text:\n\n{table}\nText.") == []
+    assert broken_rows(f"{table}\n| 3 | 4 |\n") == ["| 3 | 4 |"]
+    assert broken_rows(f"{table}| 3 | 4 | 5 |\n") == ["| 3 | 4 | 5 |"]
 
 
 @each_page

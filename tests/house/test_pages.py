@@ -24,8 +24,6 @@ VERDICTS = (
     "CPU", "H200", "definitions", "unproven", "refused", "not written", "not compared",
     "not tested", "-",
 )  # fmt: skip
-WRITTEN_ELSEWHERE = {"understand/suspend-and-resume.md"}
-"""Pages of the navigation that need not exist yet."""
 
 
 def claims() -> list[tuple[str, dict[str, Any]]]:
@@ -85,12 +83,42 @@ def test_every_claim_has_a_known_verdict_and_evidence_that_exists(
     assert cited <= figures()
 
 
+@pytest.mark.parametrize("row", EVIDENCE["comparison"], ids=lambda row: row["feature"])
+def test_every_cell_of_the_comparison_has_evidence_and_a_missing_feature_has_none(
+    row: dict[str, Any],
+) -> None:
+    is_missing = row["here"].startswith(("no", "rejected"))
+
+    assert is_missing == bool(row.get("unless"))
+    assert is_missing != bool(row.get("by"))
+    assert [path for path in row.get("by", []) if not (ROOT / path).exists()] == []
+    assert contradictions(row.get("unless", {})) == [], "the feature exists: say so"
+
+
+def contradictions(unless: dict[str, str]) -> list[str]:
+    """Return the files of each pattern of paths whose text has the pattern that goes with it."""
+    return [
+        str(path.relative_to(ROOT))
+        for glob, text in unless.items()
+        for path in ROOT.glob(glob)
+        if path.is_file() and re.search(text, path.read_text())
+    ]
+
+
+def test_the_readme_links_every_page_of_the_docs() -> None:
+    table = (ROOT / "README.md").read_text().partition("## Documentation\n")[2]
+    linked = set(re.findall(r"\]\(docs/([^)#]+)", table.partition("## Development")[0]))
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+
+    assert pages - linked - {"index.md"} == set()
+
+
 def test_every_page_is_in_the_navigation_of_the_site_once() -> None:
     listed = pages_of_navigation(NAVIGATION)
     pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
 
     assert len(listed) == len(set(listed))
-    assert set(listed) - WRITTEN_ELSEWHERE == pages - WRITTEN_ELSEWHERE
+    assert set(listed) == pages
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
@@ -101,3 +129,50 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     modules = [path.replace("tinkercloud_", "") for path in paths]
 
     assert [name for name in named if not any(m.endswith(f"/{name}") for m in modules)] == []
+
+
+def newest(figure: str) -> dict[str, Any]:
+    """Return the newest committed measurement of a figure."""
+    results = [
+        json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    ]
+    dated: list[tuple[str, dict[str, Any]]] = [
+        (content["date"], measurement)
+        for content in results
+        for measurement in content.get("measurements", [])
+        if measurement["id"] == figure
+    ]
+    return max(dated, key=lambda each: each[0])[1]
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [
+        ("G8", "{:.2f} times the time"),
+        ("G17", "{:.2f} times the time"),
+        ("G11b", "| {:.0f}; "),
+        ("G12", "; {:,.0f} tokens/s |"),
+        ("G14", "| {:.1f} ms |"),
+        ("G15", "| {:.0f} ms |"),
+        ("G16", "| {:.1f} ms |"),
+        ("C11", "{:.1f} times as fast"),
+        ("C15", "| {:.5f} |"),
+    ],
+)
+def test_the_readme_has_the_newest_figures(figure: str, text: str) -> None:
+    benchmarks = (ROOT / "README.md").read_text().partition("## Benchmarks\n")[2]
+
+    assert text.format(newest(figure)["value"]) in benchmarks.partition("## Recipes")[0]
+
+
+@pytest.mark.parametrize("figure", ["G1", "G2"])
+def test_the_readme_has_the_newest_tokens_per_second(figure: str) -> None:
+    tokens = int(newest(figure)["note"].split()[0])
+
+    assert f"{tokens:,} tokens/s" in (ROOT / "README.md").read_text()
+
+
+def test_the_glossary_lists_each_term_once_in_order() -> None:
+    terms = re.findall(r"^\| \*\*(.+?)\*\*", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+
+    assert [term.lower() for term in terms] == sorted({term.lower() for term in terms})
