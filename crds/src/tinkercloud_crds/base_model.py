@@ -139,7 +139,7 @@ class SessionPolicy(Part):
 
 
 DEFAULT_SLOTS = 8
-"""Slots of a cluster whose number is neither given nor planned."""
+"""Default number of slots per cluster."""
 
 
 class Pool(Part):

@@ -157,7 +157,7 @@ class ProgramStatus(Part):
     finish_time: Annotated[str, Field(max_length=40)] | None = None
     """When it ended (RFC 3339)."""
     message: Message | None = None
-    """Why it waits, has failed or has stopped; the last failure of a running one."""
+    """Reason for the current phase; while running, the most recent failure."""
 
 
 class ProgramResources(Part):

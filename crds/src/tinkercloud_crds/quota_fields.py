@@ -1,4 +1,4 @@
-"""The rules of quotas: whose an owner is, what counts towards a limit, who is next. Pure.
+"""Quota rules: the tenant of an owner, what counts towards a limit, and start order. Pure.
 
 The operator applies them to TrainingSessions, a local API server to the runs of its catalog.
 

@@ -46,8 +46,7 @@ class TenantSpec(Part):
     `team-a-*`. An owner that several Tenants match belongs to the one with the longest matching
     entry; of equally long ones, to the oldest Tenant."""
     weight: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Share of each owner of the tenant in the computation of a shared head that waits, relative to
-    the owners of other tenants."""
+    """Scheduling weight of each owner in this tenant when requests compete for a shared head."""
     limits: TenantLimits = TenantLimits()
     """Limits of all owners of the tenant together."""
     allowed_queues: Annotated[list[ObjectName], Field(max_length=64)] | None = None

@@ -239,7 +239,7 @@ class TrainingSessionStatus(Part):
     """Summary of the conditions for human readers. Programs should read the conditions instead."""
     conditions: Conditions
     """The conditions Accepted, QuotaReserved, ClusterProvisioned, HeadReady, EngineReady, Ready,
-    Reconciling, Stalled and Suspended."""
+    Reconciling, Stalled, Suspended and DurabilityDegraded."""
     endpoint: Annotated[str, Field(max_length=512)] | None = None
     """Cluster-internal URL of the head. Only set while the head is ready."""
     incarnation: Annotated[str, Field(max_length=128)] | None = None

@@ -364,13 +364,13 @@ def _why_adapted_in_part(demand: Demand) -> list[Reason]:
         return []
     reasons = []
     if not demand.architecture.engines_adapt_attention:
-        why = "SGLang takes none of queries that are not compressed (q_lora_rank: null)"
+        why = "SGLang does not adapt uncompressed query projections (q_lora_rank: null)"
         reasons.append(Reason("adapters", "with train_attn=False", why))
     if not demand.architecture.engines_adapt_mlp:
-        why = "SGLang takes none of the experts of this family, by their names (w1, w2, w3)"
+        why = "SGLang does not support adapters on this family's experts (named w1, w2, w3)"
         reasons.append(Reason("adapters", "with train_mlp=False", why))
     if not demand.architecture.engines_adapt_output:
-        why = "SGLang takes none of the output layer of this family (Gemma)"
+        why = "SGLang does not support adapters on the output layer of this family (Gemma)"
         reasons.append(Reason("adapters", "with train_unembed=False", why))
     return reasons
 
@@ -387,7 +387,7 @@ def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
     trainers = division.trainer.layout.gpus
     if not division.colocated:
         value = f"{trainers} train, {fleet.count - trainers} sample"
-        return Reason("GPUs", value, "of their own, so that nobody waits for the other's turn")
+        return Reason("GPUs", value, "separate GPUs, so training and sampling run concurrently")
     why = "one can't be divided" if fleet.count == 1 else "no part of them is enough for either"
     return Reason("GPUs", f"{fleet.count} train and sample", f"{why}; they take turns (colocated)")
 

@@ -28,7 +28,7 @@ class CannotDrain(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What has become of one session."""
+    """Progress of one session."""
 
     session: str
     state: str

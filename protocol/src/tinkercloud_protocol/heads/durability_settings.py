@@ -60,9 +60,9 @@ class DurabilityConfig(BaseModel):
     before the journal is twice as large, the run continues without a journal (degraded)."""
     max_disk_bytes: Annotated[int, Field(ge=1)] | None = None
     """Size of the journals and snapshots of all runs of a head, in bytes. Beyond it, the largest
-    run of the owner with the most continues without a journal (degraded). A snapshot replaces the
-    last one only once it is complete, so there must be room for both. Without it, only the disk is
-    a limit."""
+    run of the owner who uses the most space continues without a journal (degraded). A snapshot
+    replaces the last one only once it is complete, so there must be room for both. If unset, only
+    the size of the disk limits them."""
     exact: bool = False
     """Whether requests of adapters run alone, so that repeated steps have the same bits even if
     several runs train at the same time. If false, runs share passes, and a step that is repeated

@@ -82,8 +82,8 @@ class TrainerConfig(_Config):
     """Maximum number of tokens per micro-batch. A longer datum forms its own micro-batch."""
     max_shared_tokens: Annotated[int, Field(ge=0)] | None = None
     """Maximum number of tokens, at each replica, of a pass that small requests of several models
-    share. If 0, none do, and a model gets the same bits in company as alone; otherwise it gets the
-    same results but for rounding. None: `max_batch_tokens`."""
+    share. If 0, passes are never shared, and results are bit-identical whether or not other models
+    train at the same time; otherwise they are equal up to rounding. None: `max_batch_tokens`."""
     max_kept_tokens: Annotated[int, Field(ge=0)] | None = None
     """Size, in tokens, above which a micro-batch uses activation checkpointing: activations are
     recomputed layer by layer in the backward pass, which takes a third more time and a small
@@ -332,11 +332,11 @@ class Limits(ImageLimits, LossLimits, _Config):
     max_snapshot_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size of sampler weights in memory and in files, in bytes: adapters in float32,
     fully fine-tuned models in trainer.dtype. When it is exceeded, the least recently used weights
-    are evicted. Weights of checkpoints are reloaded when needed, and unnamed ones as far as they
-    are stored. The latest weights of each model, and those in use, are never evicted."""
+    are evicted. Weights of checkpoints are reloaded when needed, and unnamed ones if they are
+    stored. The latest weights of each model, and those in use, are never evicted."""
     max_stored_snapshot_bytes: Annotated[int, Field(ge=0)] = 32 << 30
     """Maximum total bytes of evicted adapters without a name in the checkpoint store. Beyond it,
-    the owner with the most loses those that were evicted first; whole models are always lost."""
+    the owner who uses the most space loses the earliest ones; whole models are always lost."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size, in bytes, of fully fine-tuned models in the scratch_dir of the trainer's
     first rank, which sends them to engines over a process group or through shared memory. Further

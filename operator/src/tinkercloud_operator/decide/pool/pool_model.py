@@ -186,8 +186,8 @@ class PoolFacts:
     def has_slot(self, cluster: Cluster, taken: int, member: Member) -> bool:
         """Return whether a cluster with so many taken slots has a free one for a member.
 
-        Samplers take none of the memory that heads measure. While other heads say what they hold of
-        any size, one that has said nothing yet gets one run, and others after its first answer.
+        Samplers take none of the memory that heads measure. A head that has not reported its
+        capacity gets one run until it does, if other heads report theirs.
         """
         if self.pool is None or taken >= self.pool.slots:
             return False

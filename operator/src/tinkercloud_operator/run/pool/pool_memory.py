@@ -1,12 +1,11 @@
 """How many models the heads of pools can hold, as they have measured.
 
 A head is asked when a session waits for a place or may be moved, and not more often than its answer
-is likely to change. Without an answer it is taken to be like the smallest other head of the pool;
-if no head has answered, the slots of the pool count.
+is likely to change. Without an answer, the smallest capacity in the pool is assumed; if no head has
+answered, the slots of the pool count.
 
-All heads are asked at the same time, and a plan waits a moment for their answers: neither for one
-that did not answer last time, nor for the answer that an earlier plan asked for. A late answer has
-the pool planned again.
+All heads are asked at the same time, and a plan waits a moment for their answers, but not for
+unresponsive heads or pending requests. After a late answer, the pool is planned again.
 """
 
 import asyncio

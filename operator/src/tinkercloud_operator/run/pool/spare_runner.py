@@ -19,8 +19,8 @@ from tinkercloud_operator.run.cluster.resource_store import Watched
 log = structlog.get_logger(__name__)
 
 _REFUSED = timedelta(minutes=5)
-"""How long a spare whose takeover was rejected is not given to a session, and a session whose
-part of it was rejected gets none: sessions start pods of their own meanwhile."""
+"""Cooldown after a rejected takeover, for the spare and for the session, which starts its own
+pods."""
 
 
 class Spares:

@@ -77,16 +77,16 @@ class Followers:
             known.is_prompt = self._now() <= known.until
 
     def seconds_left(self) -> float:
-        """Return how long to wait; 0 if nobody is waited for any more."""
+        """Return how long to wait; 0 if no request is pending."""
         if self._awaited and self._now() >= self._until:
             self.stop()
         return self._until - self._now() if self._awaited else 0.0
 
     @property
     def have_come(self) -> bool:
-        """Whether nobody is waited for."""
+        """Whether no request is pending."""
         return not self._awaited
 
     def stop(self) -> None:
-        """Wait for nobody, because something else runs or it took too long."""
+        """Stop waiting, because something else runs or it took too long."""
         self._awaited = set()

@@ -36,7 +36,7 @@ class Neighbours:
     """The owners who use the engine, and the sizes of their jobs."""
 
     def __init__(self, now: Callable[[], float]) -> None:
-        """Know nobody.
+        """Create an empty registry.
 
         Args:
             now: clock, in seconds.
