@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo test-tools test test-fast test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -27,6 +27,8 @@ PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # wait for programs they have started, so that two workers suit even two cores. See docs/contribute/cluster-tests.md.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
 CLUSTER_PROGRAMS := $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),kubectl ray-operator kwok kueue helm)
+# Of `make test-fast`.
+BASE ?= main
 # Of `make histories`.
 SEED ?= 0
 COUNT ?= 1000
@@ -61,6 +63,9 @@ test-tools: packages $(MODEL_FOLDER)
 test: test-tools ## run all tests that need neither a cluster nor several ranks
 	@$(PYTEST) tests/house tests/unit
 	@$(PYTEST) tests/chaos tests/conformance tests/fuzz
+
+test-fast: .venv/.installed ## run the house rules and the unit tests of what has changed since BASE (main)
+	@$(BIN)/python tools/changed_tests.py $(BASE) | xargs $(PYTEST) --durations=10 tests/house
 
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
