@@ -9,14 +9,14 @@ from types import ModuleType
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-import tinkercloud_api.config.api_metrics
 import tinkercloud_operator.metrics
 import tinkercloud_worker.metrics
+from tinkercloud_api.config import api_metrics
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_testing.charts import CHART, NAMESPACE, ROOT, of_kind, one
 from tinkercloud_testing.sessions import a_base_model, a_build
 
-PROGRAMS = (tinkercloud_api, tinkercloud_operator, tinkercloud_worker)
+METRICS = (api_metrics, tinkercloud_operator.metrics, tinkercloud_worker.metrics)
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))
 DASHBOARDS = sorted((CHART / "files" / "dashboards").glob("*.json"))
 FROM_PROMETHEUS = {"namespace", "pod", "container"}
@@ -36,14 +36,15 @@ every_dashboard = pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: p
 
 
 def metrics_of(program: ModuleType) -> list[MetricWrapperBase]:
-    return [each for each in vars(program.metrics).values() if isinstance(each, MetricWrapperBase)]
+    """Return the metrics that the module of a program's metrics defines."""
+    return [each for each in vars(program).values() if isinstance(each, MetricWrapperBase)]
 
 
 def exported() -> dict[str, set[str]]:
     """Labels of every series of our programs, by name."""
     return {
         f"{family.name}{suffix}": {*metric._labelnames, "le"}
-        for program in PROGRAMS
+        for program in METRICS
         for metric in metrics_of(program)
         for family in metric.describe()
         for suffix in SUFFIXES[family.type]
@@ -73,7 +74,7 @@ def test_every_series_that_is_asked_for_is_exported() -> None:
 
 def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
     asked = {name for each in expressions() for name in series(each)}
-    names = [family.name for metric in metrics_of(tinkercloud_api) for family in metric.describe()]
+    names = [family.name for metric in metrics_of(api_metrics) for family in metric.describe()]
 
     unseen = [name for name in names if not any(each.startswith(name) for each in asked)]
 
@@ -81,7 +82,7 @@ def test_everything_of_the_api_server_is_shown_or_alerted_on() -> None:
     assert unseen == []
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", METRICS)
 def test_every_series_is_explained_to_those_who_run_it(program: ModuleType) -> None:
     families = [family for metric in metrics_of(program) for family in metric.describe()]
     names = [each.name + ("_total" if each.type == "counter" else "") for each in families]
