@@ -68,6 +68,11 @@ class ModelState(StrEnum):
         return self.place is Place.ELSEWHERE and not self.waits
 
     @property
+    def is_being_deleted(self) -> bool:
+        """Whether the model is deleted, and a task removes what is left of it."""
+        return self in {ModelState.DELETING, ModelState.ENDING}
+
+    @property
     def may_be_kept(self) -> bool:
         """Whether a journal on the disk may be all that the head has of the model."""
         return self in {ModelState.ABSENT, ModelState.RECOVERING, ModelState.AWAITED}

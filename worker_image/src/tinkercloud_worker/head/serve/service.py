@@ -2,12 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import structlog
 
-from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
@@ -21,18 +20,20 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability
 from tinkercloud_worker.head.durable.kept_runs import KeptRuns
-from tinkercloud_worker.head.durable.recovery import Recovery, Resumed
+from tinkercloud_worker.head.durable.recovery import Recovery
 from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.autosaver import Autosaver
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState, Place
-from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
+from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.serve.deletion import ModelDeletion
 from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
+from tinkercloud_worker.head.serve.restoration import ModelRestoration
 from tinkercloud_worker.head.serve.retrieval import LONG_POLL, Poll, Retrieval
 from tinkercloud_worker.head.serve.running_samples import RunningSamples
 from tinkercloud_worker.head.serve.shutdown import HeadShutdown
@@ -40,18 +41,6 @@ from tinkercloud_worker.head.serve.shutdown import HeadShutdown
 log = structlog.get_logger(__name__)
 
 _SWEEP_SECONDS = 30.0
-_BEING_DELETED = frozenset({ModelState.DELETING, ModelState.ENDING})
-_CANCELLED = frozenset(
-    {
-        ModelState.SUSPENDING,
-        ModelState.MOVING,
-        ModelState.RESUMING,
-        ModelState.RETURNING,
-        ModelState.RECOVERING,
-        ModelState.AWAITED,
-    }
-)
-"""States whose tasks end when the model is deleted."""
 
 
 class HeadService:
@@ -80,7 +69,12 @@ class HeadService:
         self._suspended = SuspendedModels(backend, self.models, self._suspension, self.durability)
         self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
         self._is_draining = False
-        self._kept = KeptRuns(self.durability, backend.store, self.models, self._resume_kept)
+        self._restoration = ModelRestoration(
+            self.models, self._recovery, self._add_resumed, self._check_accepting, self._spawn
+        )
+        self._kept = KeptRuns(
+            self.durability, backend.store, self.models, self._restoration.recover_kept
+        )
         self._shutdown = HeadShutdown(
             backend,
             self.models,
@@ -91,6 +85,9 @@ class HeadService:
             self._kept,
         )
         self._autosaver = Autosaver(self.models.in_memory)
+        self._deletion = ModelDeletion(
+            self.models, self._results, self.durability, self._autosaver, self._spawn
+        )
         self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
@@ -136,13 +133,13 @@ class HeadService:
         while True:
             await self.recall(name)
             state = self.models.state(name)
-            if state in _BEING_DELETED and (task := self.models.task(name)):
+            if state.is_being_deleted and (task := self.models.task(name)):
                 await asyncio.wait({task})
                 self._check_accepting()
             elif state.is_restoring or (
                 state is ModelState.ABSENT and spec.resume_generation is not None
             ):
-                await asyncio.shield(self._recovery_of(model_id, spec))
+                await self._restoration.recover(model_id, spec)
             else:
                 return self.models.in_memory.get(name)
 
@@ -187,25 +184,6 @@ class HeadService:
         for model in self._of_owner(owner):
             model.queue.wake()
 
-    def _restoration(
-        self, name: str, event: ModelEvent, restore: Callable[[], Awaitable[Resumed]]
-    ) -> asyncio.Task[None]:
-        """Return the task that restores a model, shared by all callers."""
-        is_shared = self.models.state(name).is_restoring
-        self.models.apply(name, event)
-        if is_shared and (task := self.models.task(name)) is not None:
-            return task
-
-        async def work() -> None:
-            try:
-                model, unfinished = await restore()
-            except BaseException:
-                self.models.apply(name, ModelEvent.NOT_RESTORED)
-                raise
-            self._add_resumed(model, unfinished)
-
-        return self.models.start(name, self._spawn(work()))
-
     async def recall(self, target: str) -> None:
         """Resume the model that a request is for, if this head has suspended it.
 
@@ -220,22 +198,7 @@ class HeadService:
         """
         while (name := self._suspended.waiting_for(target)) is not None:
             self._check_accepting()
-            await self._suspended.recall(name, self._resume_own)
-
-    async def _resume_own(self, suspended: SuspendedModel) -> None:
-        model_id = ModelId.parse(suspended.manifest.run_id)
-        name = str(model_id)
-
-        def accept() -> None:
-            self._check_accepting()
-            self.models.apply(name, ModelEvent.ACCEPT)
-
-        task = self._restoration(
-            name,
-            ModelEvent.REQUEST,
-            lambda: self._recovery.resume(model_id, suspended.spec, suspended.manifest, accept),
-        )
-        await _restored(model_id, task)
+            await self._suspended.recall(name, self._restoration.resume)
 
     async def suspend_model(self, model_id: ModelId) -> bool:
         """Write an unused model to the store; free its memory until its next request. Idempotent.
@@ -283,26 +246,6 @@ class HeadService:
         """Return the models of this head and the memory they take."""
         return self._suspended.held()
 
-    def _recovery_of(self, model_id: ModelId, spec: ModelSpec) -> asyncio.Task[None]:
-        # A head that started to stop meanwhile would not suspend the model: leave it in the store.
-        return self._restoration(
-            str(model_id),
-            ModelEvent.RECOVER,
-            lambda: self._recovery.read(model_id, spec, self._check_accepting),
-        )
-
-    async def _resume_kept(self, manifest: JournalManifest) -> None:
-        """Continue a run from the local journal."""
-        model_id = ModelId.parse(manifest.run_id)
-        spec = manifest.spec.model_copy(update={"resume_generation": manifest.generations[-1]})
-        # A head that stops writes it at once.
-        task = self._restoration(
-            str(model_id),
-            ModelEvent.KEEP,
-            lambda: self._recovery.read(model_id, spec, lambda: None),
-        )
-        await _restored(model_id, task)
-
     def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
         """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
@@ -316,50 +259,7 @@ class HeadService:
 
     async def delete_model(self, model_id: ModelId) -> None:
         """Remove a model, which may be unknown."""
-        name = str(model_id)
-        if self.models.state(name) not in _BEING_DELETED:
-            removal = self._removal(name)
-            self.models.apply(name, ModelEvent.DELETE)
-            self.models.start(name, self._spawn(removal))
-        if (task := self.models.task(name)) is not None:
-            await asyncio.shield(task)
-
-    def _removal(self, name: str) -> Coroutine[Any, Any, None]:
-        """Return the work that removes a model, from the state that it is in now."""
-        state, task = self.models.state(name), self.models.task(name)
-        model = self.models.in_memory.get(name)
-        starting = task if state is ModelState.NEW else None
-
-        async def remove() -> None:
-            try:
-                if task is not None and task is not starting:
-                    if state in _CANCELLED:
-                        task.cancel()
-                    # Otherwise it is written, and its memory is being freed.
-                    await asyncio.wait({task})
-                if model is not None:
-                    model.queue.close(f"model {name} was deleted")
-                    self._results.abandon(name)
-                    await model.operations.delete()
-                    self._spawn(self._autosaver.discard(model))
-                await self.durability.remove(name)
-            finally:
-                self._removed(name, starting)
-
-        return remove()
-
-    def _removed(self, name: str, starting: asyncio.Task[Any] | None) -> None:
-        """Forget a removed model, once its journal, which may be starting, has ended."""
-        if starting is None or starting.done():
-            self.models.apply(name, ModelEvent.REMOVED)
-            return
-
-        async def end() -> None:
-            await asyncio.wait({starting})
-            self.models.apply(name, ModelEvent.REMOVED)
-
-        self.models.apply(name, ModelEvent.REMOVED_EARLY)
-        self.models.start(name, self._spawn(end()))
+        await self._deletion.delete(str(model_id))
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
@@ -547,15 +447,3 @@ class HeadService:
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
             model.given_numbers.forget(parsed.seq_id)
-
-
-async def _restored(model_id: ModelId, task: asyncio.Task[None]) -> None:
-    """Return once a task has restored a model; cancelling the caller does not end the task.
-
-    Raises:
-        NotFound: the model was deleted meanwhile.
-    """
-    await asyncio.wait({task})
-    if task.cancelled():
-        raise NotFound(f"model {model_id} was deleted")
-    task.result()
