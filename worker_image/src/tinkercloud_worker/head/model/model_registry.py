@@ -72,10 +72,9 @@ class ModelRegistry:
         names = [name for name, each in self._entries.items() if each.state in states]
         return {task for name in names if (task := self.task(name)) is not None}
 
-    def start(self, name: str, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-        """Record the task that ends the state of a model; return it."""
+    def start(self, name: str, task: asyncio.Task[Any]) -> None:
+        """Record the task that ends the state of a model."""
         self._entries[name].task = task
-        return task
 
     def add(self, name: str, event: ModelEvent, model: LiveModel) -> None:
         """Change the state of a model that comes into memory.

@@ -98,7 +98,9 @@ class ModelRestoration:
                 raise
             self.add(model, unfinished)
 
-        return self.models.start(name, self.spawn(work()))
+        task = self.spawn(work())
+        self.models.start(name, task)
+        return task
 
 
 async def _restored(model_id: ModelId, task: asyncio.Task[None]) -> None:
