@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Place(StrEnum):
-    """Where the head has a model."""
+    """The place of a model, as its head knows it."""
 
     NOWHERE = "nowhere"
     """The head has nothing of it, except possibly a journal on its disk."""
@@ -103,7 +103,7 @@ WRITING = frozenset(
 
 
 class ModelEvent(StrEnum):
-    """What happens to a model. The value is its description in the documentation."""
+    """An event in the life of a model. The value is its description in the documentation."""
 
     CREATE = "a client creates it"
     STARTED = "its creation is queued"

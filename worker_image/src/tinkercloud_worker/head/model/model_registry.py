@@ -17,7 +17,7 @@ _WITHOUT_ROUTES = frozenset({ModelState.NEW, ModelState.LIVE, ModelState.WRITTEN
 
 @dataclass(frozen=True, slots=True)
 class SuspendedModel:
-    """What a head keeps in memory of a suspended model."""
+    """The record of a suspended model in a head's memory."""
 
     spec: ModelSpec
     sessions: frozenset[str]
