@@ -174,7 +174,7 @@ async def test_while_the_store_fails_other_models_are_not_copied_in_vain(
             other = ModelId("s", 1)
             await head.service.create_model(other, SPEC)
             await head.service.retrieve(f"{other}:0")
-            head.service._models[str(other)].operations._count_change()
+            head.service.models.in_memory[str(other)].operations._count_change()
             # A copy would be made between these steps.
             await train(head, 3, 7)
 

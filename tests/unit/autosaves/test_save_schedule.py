@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
-from tinkercloud_worker.head.model.save_schedule import Backoff, SaveSchedule
+from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_worker.head.model.save_schedule import Backoff, SaveSchedule, SnapshotSchedule
 
 STEPS, SECONDS = 5, 100.0
 CONFIG = AutosaveConfig(steps=STEPS, seconds=SECONDS)
@@ -162,3 +164,68 @@ def test_an_attempt_that_fails_late_is_repeated_after_as_long_a_pause() -> None:
     backoff = Backoff()
     backoff.failed(1000.0, took=300.0)
     assert backoff.retry_at == 1300.0
+
+
+LORA = LoraConfig(rank=4)
+QUIET = {"is_urgent": False, "needs_copy": False, "has_gradient": False}
+
+
+def a_snapshot_schedule(lora: LoraConfig | None, *, is_wanted: bool = False) -> SnapshotSchedule:
+    config = DurabilityConfig(snapshot_steps=STEPS, whole_model_seconds=SECONDS)
+    return SnapshotSchedule(config, lora, is_wanted=is_wanted)
+
+
+def test_a_snapshot_is_due_once_as_many_changes_as_configured_have_been_counted() -> None:
+    schedule = a_snapshot_schedule(LORA)
+    schedule.count(10.0, STEPS - 1)
+    schedule.count(11.0, STEPS - 1)
+    assert schedule.next_at(**QUIET) == 10.0 + DurabilityConfig().snapshot_seconds
+
+    schedule.count(12.0, STEPS)
+
+    assert schedule.next_at(**QUIET) == 10.0
+
+
+@pytest.mark.parametrize("need", ["is_wanted", "is_urgent", "needs_copy"])
+def test_a_snapshot_that_is_needed_waits_only_for_the_pause_after_a_failure(need: str) -> None:
+    schedule = a_snapshot_schedule(LORA, is_wanted=need == "is_wanted")
+    needs = {name: name == need or value for name, value in QUIET.items()}
+    due = schedule.next_at(**needs)
+    assert due is not None
+    assert due <= 0
+
+    schedule.attempt_failed(1000.0, 1000.5, "the disk is full")
+
+    assert schedule.next_at(**needs) == 1001.5
+    assert schedule.failure == "the disk is full"
+
+
+def test_a_snapshot_that_could_not_be_copied_is_copied_after_a_pause_as_long_as_the_attempt() -> (
+    None
+):
+    schedule = a_snapshot_schedule(LORA)
+    schedule.copy_failed(1000.0, 1030.0)
+    assert schedule.next_at(**QUIET) == 1060.0
+
+    schedule.copied()
+
+    assert schedule.next_at(**QUIET) is None
+
+
+@pytest.mark.parametrize(("lora", "due"), [(None, None), (LORA, 1.0)])
+def test_only_a_whole_model_waits_for_the_end_of_its_step(
+    lora: LoraConfig | None, due: float | None
+) -> None:
+    schedule = a_snapshot_schedule(lora)
+    schedule.count(1.0, STEPS)
+
+    assert schedule.next_at(**{**QUIET, "has_gradient": True}) == due
+    assert schedule.next_at(**QUIET) == (1.0 if lora is not None else 1.0 + SECONDS)
+
+
+def test_an_attempt_for_a_whole_model_is_repeated_only_once_its_share_of_the_time_is_over() -> None:
+    schedule = a_snapshot_schedule(None, is_wanted=True)
+
+    schedule.attempt_failed(1000.0, 1002.0, "the disk is full")
+
+    assert schedule.next_at(**QUIET) == 1040.0

@@ -116,7 +116,7 @@ async def test_a_repeated_request_is_not_answered_before_the_store_has_it_either
         await head.resume("g1")
         waiting = asyncio.ensure_future(head.answer(1))
         await store.was_asked.wait()
-        await head.service._models[str(MODEL)].queue.idle()
+        await head.service.models.in_memory[str(MODEL)].queue.idle()
         await asyncio.sleep(0.1)
         assert not waiting.done()
 

@@ -27,7 +27,7 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.head.durable.journal_room import NoRoom
 from tinkercloud_worker.head.durable.snapshots import Abandoned, Snapshot, Snapshots
 from tinkercloud_worker.head.model.live_model import LiveModel
-from tinkercloud_worker.head.model.save_schedule import Backoff, SavePoint, snapshot_schedule
+from tinkercloud_worker.head.model.save_schedule import SavePoint, SnapshotSchedule
 from tinkercloud_worker.head.order.attempts import Attempts
 from tinkercloud_worker.head.order.journal_entries import JournalEntries
 from tinkercloud_worker.head.order.queue import QueuedRequest
@@ -85,18 +85,12 @@ class DurableRun:
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
-        self._is_whole = model.spec.lora is None
-        self._schedule = snapshot_schedule(config, model.spec.lora)
-        self._retry, self._copy_retry = Backoff(), Backoff()
-        self._wants_copy = False
-        """Whether the object store lacks the last snapshot."""
+        is_wanted = model.spec.restore_from is not None
+        self._schedule = SnapshotSchedule(config, model.spec.lora, is_wanted=is_wanted)
         self._number, self._next_index = 1, 0
         self._writer = self._open()
         self._bytes_before = 0
         """Bytes of the segments before the last one."""
-        self._changes_seen = 0
-        self._is_wanted = model.spec.restore_from is not None
-        """Whether a snapshot is needed as soon as possible: what a request had read may change."""
         self._entries = JournalEntries()
         self._saving: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[None] | None = None
@@ -178,7 +172,7 @@ class DurableRun:
 
     def note_change(self) -> None:
         """See `RequestLog.note_change`."""
-        self._is_wanted = True
+        self._schedule.is_wanted = True
 
     async def change_kept(self) -> None:
         """See `RequestLog.change_kept`: it returns after the attempt to write a snapshot."""
@@ -186,7 +180,7 @@ class DurableRun:
             return
         with suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE_SECONDS):
-                while self._is_wanted or self._saving is not None:
+                while self._schedule.is_wanted or self._saving is not None:
                     self._attempted.clear()
                     await self._attempted.wait()
                     if self._schedule.failure is not None:
@@ -223,7 +217,7 @@ class DurableRun:
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
         if self._entries.finished(seq_id) == "load":
-            self._is_wanted = True
+            self._schedule.is_wanted = True
         self._when_durable(self._entries.needed, finish)
 
     def _when_durable(self, index: int, act: Callable[[], None]) -> None:
@@ -238,10 +232,8 @@ class DurableRun:
 
     async def at_boundary(self) -> None:
         """See `RequestLog.at_boundary`: take a snapshot if one is due."""
-        now, changes = time.monotonic(), self._model.operations.num_changes
-        if changes > self._changes_seen:
-            self._schedule.changed(now, changes - self._changes_seen)
-            self._changes_seen = changes
+        now = time.monotonic()
+        self._schedule.count(now, self._model.operations.num_changes)
         self._check_size()
         due = self._due_at()
         if self._timer is not None:
@@ -288,16 +280,11 @@ class DurableRun:
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
             return None
-        if self.failure or self._is_wanted or is_large:
-            return self._retry.retry_at
-        needs_snapshot = self._shipping is not None and self._shipping.needs_snapshot
-        if needs_snapshot or self._wants_copy:
-            return max(self._retry.retry_at, self._copy_retry.retry_at)
-        due = self._schedule.due_at()
-        if due is None or (self._is_whole and self._entries.has_gradient):
-            # After the step there is none, which would be copied.
-            return None
-        return max(due, self._retry.retry_at)
+        return self._schedule.next_at(
+            is_urgent=self.failure is not None or is_large,
+            needs_copy=self._shipping is not None and self._shipping.needs_snapshot,
+            has_gradient=self._entries.has_gradient,
+        )
 
     async def _begin_snapshot(self) -> None:
         if self._model.queue.background:
@@ -318,7 +305,7 @@ class DurableRun:
             else:
                 self._bytes_before = self._num_bytes
                 self._number = self._writer.rotate()
-        self._is_wanted = False
+        self._schedule.is_wanted = False
         first_index = self._writer.last_index + 1
         if self._shipping is not None:
             self._shipping.begin_snapshot(first_index)
@@ -340,7 +327,7 @@ class DurableRun:
         except Abandoned:
             self.share.discarded()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
-            self._is_wanted = True
+            self._schedule.is_wanted = True
             self.share.discarded()
             if self.failure is not None:
                 self._writer.close()
@@ -348,7 +335,7 @@ class DurableRun:
         else:
             self._schedule.saved(point)
             if not self._writer.has_failed:
-                self._retry.succeeded()
+                self._schedule.retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
             if self._shipping is not None:
@@ -382,8 +369,7 @@ class DurableRun:
         try:
             await self._snapshots.copy(manifest, first_index, shipping)
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
-            self._wants_copy = True
-            self._copy_retry.failed(time.monotonic(), time.monotonic() - began)
+            self._schedule.copy_failed(began, time.monotonic())
             metrics.SNAPSHOT_FAILURES.inc()
             log.warning(
                 "a snapshot could not be copied to the checkpoint store; it is tried again",
@@ -391,8 +377,7 @@ class DurableRun:
                 reason=error_message(to_result(error)),
             )
         else:
-            self._wants_copy = False
-            self._copy_retry.succeeded()
+            self._schedule.copied()
 
     def _end_failure(self) -> None:
         if self._writer.has_failed or self.degraded is None:
@@ -403,10 +388,8 @@ class DurableRun:
 
     def _snapshot_failed(self, error: Exception, began: float) -> None:
         """Record a failed attempt that began at a time."""
-        reason, now = disk_failure(error), time.monotonic()
-        self._schedule.failed(now, reason)
-        self._schedule.rest(began, now)
-        self._retry.failed(now, self._schedule.rested_at - now)
+        reason = disk_failure(error)
+        self._schedule.attempt_failed(began, time.monotonic(), reason)
         if isinstance(error, NoRoom):
             self._lacks_room = reason
             self._on_change()
@@ -431,7 +414,7 @@ class DurableRun:
             return
         is_new, self.failure = self.failure is None, reason
         self._writer.close()
-        self._retry.failed(time.monotonic())
+        self._schedule.retry.failed(time.monotonic())
         if is_new:
             log.error(
                 "a run is not durable any more; training continues, and a snapshot is tried again",

@@ -6,8 +6,7 @@ so that they are saved like the runs in memory: the disk may be deleted with the
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 
 import structlog
 
@@ -21,6 +20,7 @@ from tinkercloud_protocol.wire.errors import (
 )
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.durable.durable_runs import Durability
+from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.wire.failed_results import Moved, error_message, to_result
 
 log = structlog.get_logger(__name__)
@@ -36,8 +36,7 @@ class KeptRuns:
         self,
         durability: Durability,
         store: CheckpointStore,
-        *,
-        is_held: Callable[[str], bool],
+        models: ModelRegistry,
         resume: Callable[[JournalManifest], Awaitable[None]],
     ) -> None:
         """Continue nothing yet.
@@ -45,23 +44,13 @@ class KeptRuns:
         Args:
             durability: the journals of the head.
             store: the checkpoint store.
-            is_held: whether the head has a run, in memory or suspended, or had it and gave it away.
+            models: the models of the head.
             resume: continues a run from its journal.
         """
         self._durability = durability
         self._store = store
-        self._is_held = is_held
+        self._models = models
         self._resume = resume
-        self._ignored: list[str] = []
-
-    @contextmanager
-    def ignoring(self, name: str) -> Iterator[None]:
-        """Continue a run that is being deleted in no case, until the context ends."""
-        self._ignored.append(name)
-        try:
-            yield
-        finally:
-            self._ignored.remove(name)
 
     async def waiting(self, only: str = "") -> list[JournalManifest]:
         """Return the manifests of the runs that the head has not continued.
@@ -84,7 +73,7 @@ class KeptRuns:
         return [each for each in found if self._is_waiting(each.run_id)]
 
     def _is_waiting(self, name: str) -> bool:
-        return name not in self._ignored and not self._is_held(name)
+        return self._models.state(name).may_be_kept
 
     async def load(self, manifest: JournalManifest) -> WireError | None:
         """Continue a run, unless its state is in the store or another head has it.

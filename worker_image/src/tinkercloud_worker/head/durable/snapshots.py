@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     BODIES,
-    GRADIENT,
     HEAD_STATE,
     SuspendedManifest,
 )
@@ -132,12 +131,9 @@ class Snapshots:
     async def _write_files(self, snapshot: Snapshot, writer: StateWriter) -> None:
         suspension, config = self.suspension, self.suspension.backend.config
         # First of all, so that no step has to wait for the copy.
-        files = await asyncio.to_thread(snapshot.state)
-        for name, content in files.items():
-            await writer.put(name, content)
+        await writer.put_state(snapshot.state)
         if snapshot.gradient is not None:
-            encoded = await asyncio.to_thread(formats.encode_tensors, snapshot.gradient)
-            await writer.put(GRADIENT, encoded)
+            await writer.put_gradient(snapshot.gradient)
         await writer.put(BODIES, await asyncio.to_thread(snapshot.bodies.encode))
         # What is left of the room is theirs: the model matters more.
         limit, left = config.limits.max_sampler_bytes, self.share.sampler_bytes()

@@ -1,12 +1,15 @@
 """Writes the files of a suspended state."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinkercloud_protocol.heads.checkpoint_manifest import StoredFile, SuspendedManifest
+from tinkercloud_protocol.heads.checkpoint_manifest import GRADIENT, StoredFile, SuspendedManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.tensor_file import Growing
+from tinkercloud_worker.engine.trainer import Gradient
 
 
 class StateWriter:
@@ -29,6 +32,21 @@ class StateWriter:
             self.check_wanted()
             self.stage(len(content))
             self._files[name] = await self._store.put_suspended(self.manifest, name, content)
+
+    async def put_state(self, encode: Callable[[], formats.Files]) -> None:
+        """Write weights, moments and step, and free what the files are encoded from.
+
+        Args:
+            encode: returns the files, such as `formats.encode_state`; called in a thread.
+        """
+        files = await asyncio.to_thread(encode)
+        del encode
+        for name, content in files.items():
+            await self.put(name, content)
+
+    async def put_gradient(self, gradient: Gradient) -> None:
+        """Write the gradient that has not been applied."""
+        await self.put(GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient))
 
     def write(self, name: str, content: Callable[[Growing], object]) -> None:
         """Write a file part by part, into a local folder. Blocks, on any thread.

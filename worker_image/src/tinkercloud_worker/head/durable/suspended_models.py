@@ -16,14 +16,12 @@ it is *taken back* because there is no other head for it.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
-from tinkercloud_protocol.heads.launch import HeldModel, ModelSpec
+from tinkercloud_protocol.heads.launch import HeldModel
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_protocol.wire.ids import SamplingSessionId
 from tinkercloud_worker.device.memory import return_free_memory
@@ -31,6 +29,8 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.model.model_lifetime import WRITING, ModelEvent, ModelState, Place
+from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
 from tinkercloud_worker.head.sampling.unfinished_sample import Sample
 from tinkercloud_worker.head.wire.failed_results import Moved
 
@@ -43,26 +43,8 @@ _NOT_CREATED_SECONDS = 900.0
 server tries to place a model here, so that a late attempt cannot create a second copy."""
 _REMEMBERED = 1 << 12
 """Moved models that are remembered by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class SuspendedModel:
-    """What a head keeps in memory of a suspended model."""
-
-    spec: ModelSpec
-    sessions: frozenset[str]
-    """Sampling sessions of the model's own weights, which are restored with it."""
-    manifest: SuspendedManifest
-
-
-@dataclass(frozen=True, slots=True)
-class MovedModel:
-    """What a head remembers of a moved model."""
-
-    state: SuspendedModel | None = None
-    """What it needs to take the model back; None if it can't, or never had the model."""
-    refused_since: float | None = None
-    """When it was moved, if it was unknown here."""
+_FREEING = frozenset({ModelState.LEAVING, ModelState.DROPPING})
+"""States in which the memory of a model is freed that another head continues."""
 
 
 class SuspendedModels:
@@ -71,7 +53,7 @@ class SuspendedModels:
     def __init__(
         self,
         backend: Backend,
-        models: MutableMapping[str, LiveModel],
+        models: ModelRegistry,
         suspension: Suspension,
         durability: Durability,
     ) -> None:
@@ -79,7 +61,7 @@ class SuspendedModels:
 
         Args:
             backend: the head's.
-            models: models in memory, by id. Suspending removes them; the service adds resumed ones.
+            models: the models of the head. The service adds resumed ones.
             suspension: writes models.
             durability: the journals of the models in memory.
         """
@@ -89,33 +71,18 @@ class SuspendedModels:
         self._samplers = suspension.samplers
         self._suspension = suspension
         self._durability = durability
-        self._suspending: dict[str, asyncio.Task[bool]] = {}
-        self._suspended: dict[str, SuspendedModel] = {}
-        self._models_of: dict[str, str] = {}
-        """Sampling session to its model, which is suspended, being suspended, or moved."""
-        self._moved: dict[str, MovedModel] = {}
-        """Moved models, the earliest first."""
-        self._taken: set[asyncio.Task[None]] = set()
         durability.on_taken_over = self._taken_over
-
-    def get(self, name: str) -> SuspendedModel | None:
-        """Return a suspended model."""
-        return self._suspended.get(name)
-
-    def knows(self, name: str) -> bool:
-        """Return whether a model is suspended, is being suspended, or was moved."""
-        return name in self._suspended or name in self._suspending or name in self._moved
 
     def owner_of(self, target: str) -> str | None:
         """Return the owner of a suspended or moved model, or of a sampling session of one."""
-        name = self._models_of.get(target, target)
-        stored = self._suspended.get(name) or self._moved.get(name, MovedModel()).state
+        stored = self._models.stored(self._models.model_of(target))
         return stored.spec.owner if stored is not None else None
 
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
-        suspended = [HeldModel(model_id=name, is_suspended=True) for name in self._suspended]
-        return [self._describe(model) for model in self._models.values()] + suspended
+        names = self._models.names(Place.STORE)
+        suspended = [HeldModel(model_id=name, is_suspended=True) for name in names]
+        return [self._describe(model) for model in self._models.in_memory.values()] + suspended
 
     def _describe(self, model: LiveModel) -> HeldModel:
         name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
@@ -132,35 +99,31 @@ class SuspendedModels:
             autosave_failure=model.operations.schedule.failure,
         )
 
-    def is_suspending(self, name: str) -> bool:
-        """Return whether a model is being suspended: it is in memory and accepts no requests."""
-        return name in self._suspending
-
-    def suspending(self, name: str) -> asyncio.Task[bool] | None:
-        """Return the task that suspends a model, if it is being suspended."""
-        return self._suspending.get(name)
-
     async def suspend(self, model: LiveModel) -> bool:
         """Suspend an idle model and free its memory; return whether that succeeded.
 
         If it fails, the model continues unchanged, and the log says why.
         """
         name = str(model.model_id)
-        task = self._suspending.get(name) or self._start(model, self._suspend(name, model))
-        return await asyncio.shield(task)
+        task = self._models.task(name)
+        if task is None:
+            task = self._start(model, ModelEvent.SUSPEND, self._suspend(name, model))
+        return bool(await asyncio.shield(task))
 
-    def _start(self, model: LiveModel, work: Coroutine[Any, Any, bool]) -> asyncio.Task[bool]:
-        """Start to suspend a model; requests for it wait for that from now on."""
-        name = str(model.model_id)
+    def _start(
+        self, model: LiveModel, event: ModelEvent, work: Coroutine[Any, Any, bool]
+    ) -> asyncio.Task[bool]:
+        """Start to suspend or move a model; requests for it wait for that from now on."""
+        name, task = str(model.model_id), asyncio.create_task(work)
+        self._models.apply(name, event)
+        self._models.start(name, task)
         self._route_sessions(model)
-        task = self._suspending[name] = asyncio.create_task(work)
-        task.add_done_callback(lambda _: self._suspending.pop(name, None))
         return task
 
     def _route_sessions(self, model: LiveModel) -> set[str]:
         """Let requests for the sampling sessions of a model wait for it; return the sessions."""
         sessions = self._samplers.sessions_of_model(model.model_id)
-        self._models_of.update(dict.fromkeys(sessions, str(model.model_id)))
+        self._models.route(sessions, str(model.model_id))
         return sessions
 
     async def _suspend(self, name: str, model: LiveModel) -> bool:
@@ -169,14 +132,18 @@ class SuspendedModels:
             await model.queue.log.settled()
             manifest = await self._suspension.write_all(model)
             self._check_held(name, model)
-        except Exception as error:  # noqa: BLE001 - after any failure the model continues
+        except BaseException as error:
             self._stay(name, model, error)
+            if not isinstance(error, Exception):
+                raise
             return False
         sessions = self._samplers.sessions_of_model(model.model_id)
-        self._suspended[name] = SuspendedModel(model.spec, frozenset(sessions), manifest)
-        del self._models[name]
-        await self._durability.remove(name)
-        await self._free(model, sessions, [])
+        self._models.store(name, SuspendedModel(model.spec, frozenset(sessions), manifest))
+        try:
+            await self._durability.remove(name)
+            await self._free(model, sessions, [])
+        finally:
+            self._models.apply(name, ModelEvent.FREED)
         log.info("suspended an inactive model", model_id=name)
         return True
 
@@ -186,17 +153,18 @@ class SuspendedModels:
         Raises:
             Moved: it was.
         """
-        if self._models.get(name) is not model:
+        if self._models.in_memory.get(name) is not model:
             raise Moved(name)
 
-    def _stay(self, name: str, model: LiveModel, error: Exception) -> None:
+    def _stay(self, name: str, model: LiveModel, error: BaseException) -> None:
         """Continue a model that could not be written, unless another head has taken it over."""
+        if self._models.in_memory.get(name) is not model:
+            return
         if isinstance(error, Moved):
             self._taken_over(name)
-        if self._models.get(name) is not model:
             return
         log.warning("suspending a model failed; it stays in memory", model_id=name, exc_info=error)
-        self._forget_sessions(name)
+        self._models.apply(name, ModelEvent.NOT_STORED)
         model.queue.unpause()
 
     async def move(self, name: str, samples: Mapping[str, Sample]) -> None:
@@ -215,16 +183,17 @@ class SuspendedModels:
         Raises:
             Unavailable: it can't be written now; it continues here unchanged.
         """
-        if (model := self._models.get(name)) is not None:
-            task = self._start(model, self._release(name, model, samples))
+        if (model := self._models.in_memory.get(name)) is not None:
+            task = self._start(model, ModelEvent.MOVE, self._release(name, model, samples))
             await asyncio.wait({task})
             # Another head may have taken it over meanwhile.
-            if name not in self._moved:
+            if self._models.state(name).place is not Place.ELSEWHERE:
                 raise Unavailable(f"model {name} could not be written; it was not moved")
-        elif (suspended := self._suspended.pop(name, None)) is not None:
-            self._record_moved(name, MovedModel(suspended))
-        elif name not in self._moved:
-            self._record_moved(name, MovedModel(refused_since=time.monotonic()))
+        elif self._models.state(name) is ModelState.SUSPENDED:
+            self._models.apply(name, ModelEvent.MOVE)
+        elif self._models.state(name) is ModelState.ABSENT:
+            self._models.refuse(name, time.monotonic())
+        self._models.forget_moved(_REMEMBERED)
 
     def take_back(self, name: str) -> None:
         """Continue a moved model here after all; no other head may have resumed it. Idempotent.
@@ -234,13 +203,12 @@ class SuspendedModels:
         Raises:
             Moved: another head has taken it over.
         """
-        if (moved := self._moved.get(name)) is None:
-            return
-        if moved.state is None and moved.refused_since is None:
+        state = self._models.state(name)
+        if state is ModelState.TAKEN_OVER:
             raise Moved(name)
-        del self._moved[name]
-        if moved.state is not None:
-            self._suspended[name] = moved.state
+        if state.is_moved:
+            self._models.apply(name, ModelEvent.TAKE_BACK)
+        if state is ModelState.MOVED:
             log.info("took a model back", model_id=name)
 
     async def _release(self, name: str, model: LiveModel, samples: Mapping[str, Sample]) -> bool:
@@ -256,54 +224,64 @@ class SuspendedModels:
             unfinished = [each.request for each in running]
             manifest = await self._suspension.write_all(model, unfinished)
             self._check_held(name, model)
-        except Exception as error:  # noqa: BLE001 - after any failure the model continues
+        except BaseException as error:
             self._stay(name, model, error)
             self._results.give_out(targets)
+            if not isinstance(error, Exception):
+                raise
             return False
         # In one step, so that no request finds neither the model nor this record.
-        state = SuspendedModel(model.spec, frozenset(sessions), manifest)
-        self._record_moved(name, MovedModel(state))
-        del self._models[name]
-        await self._durability.remove(name)
-        await self._free(model, sessions, [each.task for each in running])
+        self._models.store(name, SuspendedModel(model.spec, frozenset(sessions), manifest))
+        try:
+            await self._durability.remove(name)
+            await self._free(model, sessions, [each.task for each in running])
+        finally:
+            self._models.apply(name, ModelEvent.FREED)
         self._results.give_out(targets)
         log.info("another head continues a model", model_id=name)
         return True
 
     def _taken_over(self, name: str) -> None:
         """Free a model that another head has taken over, without notifying this head."""
-        if (model := self._models.pop(name, None)) is None:
+        if (model := self._models.in_memory.get(name)) is None:
             return
-        sessions = self._route_sessions(model)
-        self._record_moved(name, MovedModel())
-        task = asyncio.create_task(self._drop(name, model, sessions))
-        self._taken.add(task)
-        task.add_done_callback(self._taken.discard)
+        sessions, writing = self._route_sessions(model), self._models.task(name)
+        self._models.apply(name, ModelEvent.TAKE_OVER)
+        task = asyncio.create_task(self._drop(name, model, sessions, writing))
+        self._models.start(name, task)
+        self._models.forget_moved(_REMEMBERED)
 
-    async def _drop(self, name: str, model: LiveModel, sessions: set[str]) -> None:
-        await self._durability.drop(name)
-        await self._free(model, sessions, [])
+    async def _drop(
+        self, name: str, model: LiveModel, sessions: set[str], writing: asyncio.Task[Any] | None
+    ) -> None:
+        try:
+            await self._durability.drop(name)
+            await self._free(model, sessions, [])
+            if writing is not None:
+                await asyncio.wait({writing})
+        finally:
+            self._models.apply(name, ModelEvent.FREED)
 
-    def _record_moved(self, name: str, moved: MovedModel) -> None:
-        self._moved[name] = moved
-        while len(self._moved) > _REMEMBERED:
-            earliest = next(iter(self._moved))
-            del self._moved[earliest]
-            self._forget_sessions(earliest)
-
-    def accept_back(self, name: str) -> None:
+    async def accept_back(self, name: str) -> None:
         """Prepare for a model that another head has suspended.
 
         Raises:
             Moved: it was moved before it arrived here; this may be a late attempt to create it.
+            Unavailable: its memory here is still being freed.
         """
-        if (moved := self._moved.get(name)) is None:
-            return
-        since = moved.refused_since
-        if since is not None and time.monotonic() - since < _NOT_CREATED_SECONDS:
-            raise Moved(name)
-        del self._moved[name]
-        self._forget_sessions(name)
+        try:
+            async with asyncio.timeout(_RECALL_SECONDS):
+                if self._models.state(name) in _FREEING and (task := self._models.task(name)):
+                    await asyncio.wait({task})
+        except TimeoutError:
+            raise _still_resuming(name) from None
+        state = self._models.state(name)
+        if state is ModelState.REFUSED:
+            since = self._models.refused_since(name)
+            if time.monotonic() - since < _NOT_CREATED_SECONDS:
+                raise Moved(name)
+        if state.is_moved:
+            self._models.apply(name, ModelEvent.ARRIVE)
 
     async def _free(
         self, model: LiveModel, sessions: set[str], running: Sequence[asyncio.Task[None]]
@@ -335,10 +313,11 @@ class SuspendedModels:
         Raises:
             Moved: another head continues the model.
         """
-        name = self._models_of.get(target, target)
-        if name in self._moved and name not in self._suspending:
+        name = self._models.model_of(target)
+        state = self._models.state(name)
+        if state.is_moved:
             raise Moved(name)
-        return name if name in self._suspended or name in self._suspending else None
+        return name if state.waits else None
 
     async def recall(
         self, name: str, resume: Callable[[SuspendedModel], Coroutine[Any, Any, None]]
@@ -347,42 +326,27 @@ class SuspendedModels:
 
         Args:
             name: its id.
-            resume: resumes it and adds it to `models`; concurrent callers share the attempt.
+            resume: resumes it and adds it to the models; concurrent callers share the attempt.
 
         Raises:
             Unavailable: it is not resumed yet, or can't be resumed now.
         """
         try:
             async with asyncio.timeout(_RECALL_SECONDS):
-                if (task := self._suspending.get(name)) is not None:
+                if self._models.state(name).is_written and (task := self._models.task(name)):
                     await asyncio.wait({task})
-                if (suspended := self._suspended.get(name)) is not None:
+                if self._models.state(name).place is Place.STORE and (
+                    suspended := self._models.stored(name)
+                ):
                     await resume(suspended)
         except TimeoutError:
-            raise Unavailable(
-                f"model {name} is still being resumed; send the request again"
-            ) from None
-
-    def mark_resumed(self, name: str) -> None:
-        """Record that a model is in memory again."""
-        self._suspended.pop(name, None)
-        self._forget_sessions(name)
-
-    async def forget(self, name: str) -> None:
-        """Forget a deleted model. After this returns, nothing of it is written."""
-        if (task := self._suspending.get(name)) is not None:
-            if name in self._models:
-                task.cancel()
-            # Otherwise it is written, and its memory is being freed.
-            await asyncio.wait({task})
-        self._moved.pop(name, None)
-        self.mark_resumed(name)
+            raise _still_resuming(name) from None
 
     async def settle(self) -> None:
-        """Wait until no model is being suspended."""
-        while self._suspending:
-            await asyncio.wait(set(self._suspending.values()))
+        """Wait until no model is being suspended or moved."""
+        while tasks := self._models.tasks(*WRITING):
+            await asyncio.wait(tasks)
 
-    def _forget_sessions(self, name: str) -> None:
-        for session in [each for each, model in self._models_of.items() if model == name]:
-            del self._models_of[session]
+
+def _still_resuming(name: str) -> Unavailable:
+    return Unavailable(f"model {name} is still being resumed; send the request again")

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -60,7 +61,6 @@ from tinkercloud_worker.head.durable.repeating import (
 )
 from tinkercloud_worker.head.durable.state_writer import StateWriter
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model
-from tinkercloud_worker.head.model.operations import Operations
 from tinkercloud_worker.head.order.kept_results import ExportedResult, Results
 from tinkercloud_worker.head.order.queue import QueuedRequest, QueueSnapshot
 from tinkercloud_worker.head.sampling.samplers import Published, Samplers
@@ -424,28 +424,17 @@ async def _write_training(model: LiveModel, base_model: str, writer: StateWriter
     operations = model.operations
     if operations.refused is not None:
         return None
-    await _write_state(operations, base_model, writer)
+    await writer.put_state(
+        partial(formats.encode_state, await operations.export_state(), base_model)
+    )
     if not model.queue.snapshot().has_dirty_gradient:
         try:
-            await _write_gradient(operations, writer)
+            gradient = await operations.export_gradient()
         except GradientLost as error:
             return error.message
+        if gradient is not None:
+            await writer.put_gradient(gradient)
     return None
-
-
-async def _write_state(operations: Operations, base_model: str, writer: StateWriter) -> None:
-    """Write the state, and free it before the gradient is exported."""
-    files = await asyncio.to_thread(
-        formats.encode_state, await operations.export_state(), base_model
-    )
-    for name, content in files.items():
-        await writer.put(name, content)
-
-
-async def _write_gradient(operations: Operations, writer: StateWriter) -> None:
-    gradient = await operations.export_gradient()
-    if gradient is not None:
-        await writer.put(GRADIENT, await asyncio.to_thread(formats.encode_tensors, gradient))
 
 
 def _stored_request(waiting: QueuedRequest, bodies: Bodies) -> StoredRequest:

@@ -116,15 +116,71 @@ class SaveSchedule:
         return None
 
 
-def snapshot_schedule(config: DurabilityConfig, lora: LoraConfig | None) -> SaveSchedule:
-    """Return when snapshots of a model are due while its journal is small.
+class SnapshotSchedule(SaveSchedule):
+    """Counts the changes of a model that has a journal, and decides when a snapshot is taken."""
 
-    Args:
-        config: when to take them.
-        lora: the model's adapter; None for a whole model.
-    """
-    if lora is None:
-        seconds = config.whole_model_seconds
-        return SaveSchedule(AutosaveConfig(steps=0, seconds=seconds), _WHOLE_MODEL_SHARE)
-    steps, seconds = config.snapshot_steps, config.snapshot_seconds
-    return SaveSchedule(AutosaveConfig(steps=steps, seconds=seconds))
+    def __init__(
+        self, config: DurabilityConfig, lora: LoraConfig | None, *, is_wanted: bool
+    ) -> None:
+        """Start without changes.
+
+        Args:
+            config: when to take snapshots while the journal is small.
+            lora: the model's adapter; None for a whole model.
+            is_wanted: whether a snapshot is needed as soon as possible.
+        """
+        self._is_whole = lora is None
+        if lora is None:
+            seconds = config.whole_model_seconds
+            super().__init__(AutosaveConfig(steps=0, seconds=seconds), _WHOLE_MODEL_SHARE)
+        else:
+            steps, seconds = config.snapshot_steps, config.snapshot_seconds
+            super().__init__(AutosaveConfig(steps=steps, seconds=seconds))
+        self.is_wanted = is_wanted
+        """Whether a snapshot is needed as soon as possible: what a request had read may change."""
+        self.retry = Backoff()
+        """When an attempt may begin, after failures of the disk."""
+        self._copy_retry = Backoff()
+        self._lacks_copy = False
+        """Whether the object store lacks the last snapshot."""
+        self._counted = 0
+
+    def count(self, now: float, changes: int) -> None:
+        """Count the changes since the last call, from the number of all changes of the model."""
+        if changes > self._counted:
+            self.changed(now, changes - self._counted)
+            self._counted = changes
+
+    def next_at(self, *, is_urgent: bool, needs_copy: bool, has_gradient: bool) -> float | None:
+        """Return when the next snapshot is due; None if none is.
+
+        Args:
+            is_urgent: whether the journal is too large, or can't be written.
+            needs_copy: whether the copied journal needs a snapshot to continue from.
+            has_gradient: whether a step is not complete. After it there is no gradient, which would
+                be copied with a whole model.
+        """
+        if is_urgent or self.is_wanted:
+            return self.retry.retry_at
+        if needs_copy or self._lacks_copy:
+            return max(self.retry.retry_at, self._copy_retry.retry_at)
+        due = self.due_at()
+        if due is None or (self._is_whole and has_gradient):
+            return None
+        return max(due, self.retry.retry_at)
+
+    def attempt_failed(self, began: float, now: float, reason: str) -> None:
+        """Record that an attempt to take or write a snapshot failed."""
+        self.failed(now, reason)
+        self.rest(began, now)
+        self.retry.failed(now, self.rested_at - now)
+
+    def copied(self) -> None:
+        """Record that the object store has the last snapshot."""
+        self._lacks_copy = False
+        self._copy_retry.succeeded()
+
+    def copy_failed(self, began: float, now: float) -> None:
+        """Record that the last snapshot could not be copied to the object store."""
+        self._lacks_copy = True
+        self._copy_retry.failed(now, now - began)

@@ -7,7 +7,6 @@ from typing import Any
 
 import structlog
 
-from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
@@ -21,15 +20,19 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability
 from tinkercloud_worker.head.durable.kept_runs import KeptRuns
 from tinkercloud_worker.head.durable.recovery import Recovery
-from tinkercloud_worker.head.durable.suspended_models import SuspendedModel, SuspendedModels
+from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.autosaver import Autosaver
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
+from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState, Place
+from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.serve.deletion import ModelDeletion
 from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
+from tinkercloud_worker.head.serve.restoration import ModelRestoration
 from tinkercloud_worker.head.serve.retrieval import LONG_POLL, Poll, Retrieval
 from tinkercloud_worker.head.serve.running_samples import RunningSamples
 from tinkercloud_worker.head.serve.shutdown import HeadShutdown
@@ -60,30 +63,30 @@ class HeadService:
         self.durability = Durability(backend, self._suspension)
         """The journals of the models."""
         self._recovery = Recovery(self._suspension, self.durability)
-        self._models: dict[str, LiveModel] = {}
-        self._beginning: dict[LiveModel, asyncio.Task[None]] = {}
-        """By new model whose creation is not queued yet: ends when it is."""
-        self._suspended = SuspendedModels(backend, self._models, self._suspension, self.durability)
-        self._resuming: dict[str, asyncio.Task[None]] = {}
-        self._accepted: set[str] = set()
-        """Those of `_resuming` that a head that starts to stop waits for, and writes again."""
+        self.models = ModelRegistry()
+        """The models, and the state of each."""
+        self._suspended = SuspendedModels(backend, self.models, self._suspension, self.durability)
         self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
         self._is_draining = False
+        self._restoration = ModelRestoration(
+            self.models, self._recovery, self._add_resumed, self._check_accepting, self._spawn
+        )
         self._kept = KeptRuns(
-            self.durability, backend.store, is_held=self._is_held, resume=self._resume_kept
+            self.durability, backend.store, self.models, self._restoration.recover_kept
         )
         self._shutdown = HeadShutdown(
             backend,
-            self._models,
-            self._resuming,
-            self._accepted,
+            self.models,
             self._samples.by_id,
             self._suspension,
             self._suspended,
             self.durability,
             self._kept,
         )
-        self._autosaver = Autosaver(self._models)
+        self._autosaver = Autosaver(self.models.in_memory)
+        self._deletion = ModelDeletion(
+            self.models, self._results, self.durability, self._autosaver, self._spawn
+        )
         self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
         self._tasks = {asyncio.create_task(self._sweep())}
@@ -100,11 +103,8 @@ class HeadService:
         self._check_accepting()
         name = str(model_id)
         if spec.resume_generation is not None:
-            self._suspended.accept_back(name)
-        await self.recall(name)
-        if name not in self._models and spec.resume_generation is not None:
-            await asyncio.shield(self._resumption(model_id, self._resume(model_id, spec)))
-        model = self._models.get(name)
+            await self._suspended.accept_back(name)
+        model = await self._in_memory(model_id, spec)
         if model is not None and not model.fits(spec):
             raise InvalidRequest(
                 f"model {model_id} already exists with a different configuration; use another"
@@ -114,16 +114,33 @@ class HeadService:
             limit = self._backend.config.limits.max_models_per_owner
             refused = too_many_models(self._of_owner(spec.owner), spec.owner, limit)
             model = new_model(model_id, spec, self._backend, self._samplers, self._results)
-            self._models[name] = model
+            self.models.add(name, ModelEvent.CREATE, model)
             self._autosaver.watch(model)
             if refused is None:
-                self._beginning[model] = self._spawn(self._begin(model))
+                self.models.start(name, self._spawn(self._begin(model)))
             else:
+                self.models.apply(name, ModelEvent.STARTED)
                 model.queue.submit(0, b"create", 0, model.creation(refused))
-        if (beginning := self._beginning.get(model)) is not None:
+        if self.models.state(name) is ModelState.NEW and (beginning := self.models.task(name)):
             # Shared by all callers: its result can be asked for only once it is queued.
             await asyncio.shield(beginning)
         return str(RequestId(model_id, 0))
+
+    async def _in_memory(self, model_id: ModelId, spec: ModelSpec) -> LiveModel | None:
+        """Return a model, once it is in memory if the head has its state; None if it is absent."""
+        name = str(model_id)
+        while True:
+            await self.recall(name)
+            state = self.models.state(name)
+            if state.is_being_deleted and (task := self.models.task(name)):
+                await asyncio.wait({task})
+                self._check_accepting()
+            elif state.is_restoring or (
+                state is ModelState.ABSENT and spec.resume_generation is not None
+            ):
+                await self._restoration.recover(model_id, spec)
+            else:
+                return self.models.in_memory.get(name)
 
     async def _begin(self, model: LiveModel) -> None:
         """Queue the creation of a new model, once its journal has started."""
@@ -131,15 +148,14 @@ class HeadService:
         try:
             await self.durability.begin(model)
         except BaseException:
-            if self._models.get(name) is model:
-                del self._models[name]
+            if self.models.in_memory.get(name) is model:
+                self.models.apply(name, ModelEvent.NOT_STARTED)
                 model.queue.close(f"model {name} could not be created")
                 await self.durability.leave(name)
             raise
-        finally:
-            del self._beginning[model]
-        if self._models.get(name) is not model:
+        if self.models.in_memory.get(name) is not model:
             raise NotFound(f"model {name} was deleted")
+        self.models.apply(name, ModelEvent.STARTED)
         model.queue.submit(0, b"create", 0, model.creation(None))
 
     async def attach_model(self, model_id: str) -> int:
@@ -161,25 +177,11 @@ class HeadService:
         return self._samplers.owner_of(target) or self._suspended.owner_of(target) or ""
 
     def _of_owner(self, owner: str) -> list[LiveModel]:
-        return [model for model in self._models.values() if model.spec.owner == owner]
+        return [model for model in self.models.in_memory.values() if model.spec.owner == owner]
 
     def _wake_queues(self, owner: str) -> None:
         for model in self._of_owner(owner):
             model.queue.wake()
-
-    def _resumption(
-        self, model_id: ModelId, resume: Coroutine[Any, Any, None]
-    ) -> asyncio.Task[None]:
-        """Return the task that resumes a model, shared by all callers."""
-        name = str(model_id)
-        task = self._resuming.get(name)
-        if task is None:
-            task = self._resuming[name] = self._spawn(resume)
-            task.add_done_callback(lambda _: self._resuming.pop(name, None))
-            task.add_done_callback(lambda _: self._accepted.discard(name))
-        else:
-            resume.close()
-        return task
 
     async def recall(self, target: str) -> None:
         """Resume the model that a request is for, if this head has suspended it.
@@ -195,27 +197,7 @@ class HeadService:
         """
         while (name := self._suspended.waiting_for(target)) is not None:
             self._check_accepting()
-            await self._suspended.recall(name, self._resume_own)
-
-    async def _resume_own(self, suspended: SuspendedModel) -> None:
-        model_id = ModelId.parse(suspended.manifest.run_id)
-
-        def accept() -> None:
-            self._check_accepting()
-            self._accepted.add(str(model_id))
-
-        async def resume() -> None:
-            model, unfinished = await self._recovery.resume(
-                model_id, suspended.spec, suspended.manifest, accept
-            )
-            self._suspended.mark_resumed(str(model_id))
-            self._add_resumed(model, unfinished)
-
-        task = self._resumption(model_id, resume())
-        await asyncio.wait({task})
-        if task.cancelled():
-            raise NotFound(f"model {model_id} was deleted")
-        task.result()
+            await self._suspended.recall(name, self._restoration.resume)
 
     async def suspend_model(self, model_id: ModelId) -> bool:
         """Write an unused model to the store; free its memory until its next request. Idempotent.
@@ -224,10 +206,11 @@ class HeadService:
             False if it is in use, unknown or can't be written; nothing has changed then.
         """
         name = str(model_id)
-        if self._suspended.get(name) is not None:
+        state = self.models.state(name)
+        if state.place is Place.STORE:
             return True
-        model = self._models.get(name)
-        if model is None or self._is_draining or self._is_used(model):
+        model = self.models.in_memory.get(name)
+        if model is None or state is ModelState.NEW or self._is_draining or self._is_used(model):
             return False
         return await self._suspended.suspend(model)
 
@@ -244,7 +227,7 @@ class HeadService:
         if is_back:
             self._suspended.take_back(name)
             return
-        if not self._is_held(name):
+        if self.models.state(name).may_be_kept:
             if (failure := await self._kept.load_all(name)) is not None:
                 raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
             # Another call may have waited for the same, and be moving it.
@@ -252,9 +235,9 @@ class HeadService:
         await self._suspended.move(name, self._samples.by_id)
 
     async def _settled(self, name: str) -> None:
-        """Wait until a model is neither being resumed nor being suspended (`_check_accepting`)."""
+        """Wait until no task changes the state of a model (`_check_accepting`)."""
         # A request may start to resume it as soon as it has been suspended.
-        while task := self._resuming.get(name) or self._suspended.suspending(name):
+        while task := self.models.task(name):
             await asyncio.wait({task})
         self._check_accepting()
 
@@ -262,34 +245,10 @@ class HeadService:
         """Return the models of this head and the memory they take."""
         return self._suspended.held()
 
-    async def _resume(self, model_id: ModelId, spec: ModelSpec) -> None:
-        # A head that started to stop meanwhile would not suspend the model: leave it in the store.
-        model, unfinished = await self._recovery.read(model_id, spec, self._check_accepting)
-        self._add_resumed(model, unfinished)
-
-    def _is_held(self, name: str) -> bool:
-        return name in self._models or self._suspended.knows(name)
-
-    async def _resume_kept(self, manifest: JournalManifest) -> None:
-        """Continue a run from the local journal."""
-        model_id = ModelId.parse(manifest.run_id)
-        spec = manifest.spec.model_copy(update={"resume_generation": manifest.generations[-1]})
-
-        async def resume() -> None:
-            # A head that stops writes it at once.
-            self._add_resumed(*await self._recovery.read(model_id, spec, lambda: None))
-
-        self._accepted.add(str(model_id))
-        task = self._resumption(model_id, resume())
-        await asyncio.wait({task})
-        if task.cancelled():
-            raise NotFound(f"model {model_id} was deleted")
-        task.result()
-
     def _add_resumed(self, model: LiveModel, unfinished: list[SampleRequest]) -> None:
         """Add a resumed model, and restart its unfinished sampling requests."""
         model_id = model.model_id
-        self._models[str(model_id)] = model
+        self.models.add(str(model_id), ModelEvent.RESTORED, model)
         self._autosaver.watch(model)
         if self._is_draining:
             model.queue.hold()
@@ -299,18 +258,7 @@ class HeadService:
 
     async def delete_model(self, model_id: ModelId) -> None:
         """Remove a model, which may be unknown."""
-        name = str(model_id)
-        with self._kept.ignoring(name):
-            if (task := self._resuming.get(name)) is not None:
-                task.cancel()
-                await asyncio.wait({task})
-            await self._suspended.forget(name)
-            if (model := self._models.pop(name, None)) is not None:
-                model.queue.close(f"model {model_id} was deleted")
-                self._results.abandon(name)
-                await model.operations.delete()
-                _in_background = self._spawn(self._autosaver.discard(model))
-            await self.durability.remove(name)
+        await self._deletion.delete(str(model_id))
 
     def submit(self, received: Received, key: str | None = None) -> str:
         """Queue a training request; return its id. An unreadable one fails in its place.
@@ -355,8 +303,8 @@ class HeadService:
 
     def _model(self, model_id: str) -> LiveModel:
         self._check_accepting()
-        model = self._models.get(model_id)
-        if self._suspended.is_suspending(model_id):
+        model = self.models.in_memory.get(model_id)
+        if self.models.state(model_id).is_written:
             raise Unavailable(f"model {model_id} is being suspended; send the request again")
         if model is None:
             raise NotFound(f"model {model_id!r} does not exist on this session head")
@@ -394,7 +342,7 @@ class HeadService:
     def why_waiting(self, request_id: str) -> tuple[future_responses.QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         parsed = RequestId.parse(request_id)
-        if (model := self._models.get(str(parsed.target))) is not None:
+        if (model := self.models.in_memory.get(str(parsed.target))) is not None:
             return model.why_waiting(parsed.seq_id)
         return why_sample_waits(
             request_id, self._samples.by_id, self._samples.limiter, self._backend.token_limits
@@ -404,7 +352,7 @@ class HeadService:
         """Return the head's status."""
         return head_status(
             self._backend,
-            self._models,
+            self.models.in_memory,
             self._shutdown,
             num_samplers=len(self._samplers),
             num_samples=len(self._samples.by_id),
@@ -435,7 +383,7 @@ class HeadService:
         kept = await self._kept.waiting(only)
         failures = [await self._kept.load(manifest) for manifest in kept]
         for manifest in kept:
-            if (model := self._models.get(manifest.run_id)) is not None:
+            if (model := self.models.in_memory.get(manifest.run_id)) is not None:
                 await model.queue.idle()
         return next((each for each in failures if each is not None), None)
 
@@ -452,15 +400,15 @@ class HeadService:
         """
         self._is_draining = True
         self._autosaver.close()
-        if self._beginning:
-            await asyncio.wait(set(self._beginning.values()))
+        if beginning := self.models.tasks(ModelState.NEW, ModelState.ENDING):
+            await asyncio.wait(beginning)
         await self._shutdown.suspend(store or self._backend.store)
 
     def close(self) -> None:
         """Stop immediately."""
         self._autosaver.close()
         self.durability.close()
-        for model in self._models.values():
+        for model in self.models.in_memory.values():
             model.queue.close("the session head stopped")
         self._samples.close()
         for task in self._tasks:
@@ -484,12 +432,12 @@ class HeadService:
             await self._idle_memory.check(self.status())
 
     def _result_read(self, request_id: str) -> None:
-        if (model := self._models.get(request_id.rpartition(":")[0])) is not None:
+        if (model := self.models.in_memory.get(request_id.rpartition(":")[0])) is not None:
             model.queue.log.record_read(request_id)
 
     def _result_dropped(self, request_id: str) -> None:
         parsed = RequestId.parse(request_id)
-        model = self._models.get(str(parsed.target))
+        model = self.models.in_memory.get(str(parsed.target))
         if model is not None:
             model.queue.sequencer.forget(parsed.seq_id)
             model.given_numbers.forget(parsed.seq_id)

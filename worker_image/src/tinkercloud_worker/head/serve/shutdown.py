@@ -16,6 +16,8 @@ from tinkercloud_worker.head.durable.kept_runs import KeptRuns
 from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState
+from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.sampling.unfinished_sample import Sample
 from tinkercloud_worker.head.wire.failed_results import Moved, error_message, to_result
 
@@ -27,12 +29,10 @@ _MAX_CONCURRENT = 4
 
 @dataclass(slots=True)
 class HeadShutdown:
-    """The state of a stopping head, and which models are written. The service owns the mappings."""
+    """The state of a stopping head. The service owns the models and the samples."""
 
     backend: Backend
-    models: Mapping[str, LiveModel]
-    resuming: Mapping[str, asyncio.Task[None]]
-    accepted: AbstractSet[str]
+    models: ModelRegistry
     samples: Mapping[str, Sample]
     suspension: Suspension
     suspended: SuspendedModels
@@ -41,7 +41,6 @@ class HeadShutdown:
     is_suspended: bool = False
     """Whether all models are written."""
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _written: set[str] = field(default_factory=set)
 
     async def suspend(self, store: CheckpointStore) -> None:
         """Finish running requests and write all state; see `HeadService.suspend`.
@@ -56,10 +55,10 @@ class HeadShutdown:
             await self.suspended.settle()
             reasons = await self._suspend_all(store)
             # Models that are already being resumed have left the store: write them again.
-            if resumed := [self.resuming[name] for name in self.accepted & self.resuming.keys()]:
+            if resumed := self.models.tasks(ModelState.RETURNING, ModelState.AWAITED):
                 await asyncio.wait(resumed)
                 reasons += await self._suspend_all(store)
-            missing = self.models.keys() - self._written
+            missing = {str(model.model_id) for model in self._remaining()}
             # On a disk that outlives the head, the next one continues them.
             if self.backend.config.unsaved_dir is None:
                 missing |= await self._suspend_kept(store, reasons)
@@ -71,9 +70,17 @@ class HeadShutdown:
 
     async def _suspend_all(self, store: CheckpointStore) -> list[str | None]:
         """Write all models that are not written yet; return the reasons of failures."""
-        remaining = [model for name, model in self.models.items() if name not in self._written]
         room = asyncio.Semaphore(_MAX_CONCURRENT)
-        return await asyncio.gather(*[self._suspend(model, room, store) for model in remaining])
+        writes = [self._suspend(model, room, store) for model in self._remaining()]
+        return await asyncio.gather(*writes)
+
+    def _remaining(self) -> list[LiveModel]:
+        """Return the models in memory that are not written."""
+        models = self.models.in_memory.items()
+        return [model for name, model in models if not self._is_written(name)]
+
+    def _is_written(self, name: str) -> bool:
+        return self.models.state(name) is ModelState.WRITTEN
 
     async def _suspend_kept(
         self, store: CheckpointStore, reasons: list[str | None]
@@ -89,27 +96,29 @@ class HeadShutdown:
         missing, room = set[str](), asyncio.Semaphore(1)
         waiting = await self.kept.waiting()
         if waiting:
-            for name in self._written & self.models.keys():
-                await _free(self.models[name])
+            written = [name for name in self.models.in_memory if self._is_written(name)]
+            for model in [self.models.in_memory[name] for name in written]:
+                await _free(model)
         for manifest in waiting:
             # A request for it may have arrived before the head started to stop.
-            if (task := self.resuming.get(manifest.run_id)) is not None:
+            name = manifest.run_id
+            if self.models.state(name).is_restoring and (task := self.models.task(name)):
                 await asyncio.wait({task})
             failure = await self.kept.load(manifest)
             if failure is not None:
                 reasons.append(failure.message)
-                missing.add(manifest.run_id)
-            elif (model := self.models.get(manifest.run_id)) is not None:
-                reasons.append(await self._suspend(model, room, store))
-                if manifest.run_id in self._written:
-                    await _free(model)
-                elif manifest.run_id in self.models:
-                    missing.add(manifest.run_id)
+                missing.add(name)
+            elif (live := self.models.in_memory.get(name)) is not None:
+                reasons.append(await self._suspend(live, room, store))
+                if self._is_written(name):
+                    await _free(live)
+                elif name in self.models.in_memory:
+                    missing.add(name)
         return missing
 
     async def _drain(self) -> None:
         """Give running work some time to finish, then stop returning results."""
-        work = [asyncio.create_task(model.quiesce()) for model in self.models.values()]
+        work = [asyncio.create_task(model.quiesce()) for model in self.models.in_memory.values()]
         work += [sample.task for sample in self.samples.values()]
         if work:
             await asyncio.wait(work, timeout=self.backend.config.timings.drain_seconds)
@@ -124,7 +133,7 @@ class HeadShutdown:
             await model.queue.log.settled()
         # Clients will be asked to send these uploads again, so none may succeed now.
         await model.abort_background()
-        if str(model.model_id) not in self.models:
+        if str(model.model_id) not in self.models.in_memory:
             # The model was deleted meanwhile, or another head has taken it over.
             return None
         async with room:
@@ -140,7 +149,8 @@ class HeadShutdown:
                 log.exception("a model could not be suspended", model_id=str(model.model_id))
                 return error_message(to_result(error))
         await self.durability.remove(str(model.model_id))
-        self._written.add(str(model.model_id))
+        if self.models.in_memory.get(str(model.model_id)) is model:
+            self.models.apply(str(model.model_id), ModelEvent.WRITE)
         log.info("suspended", model_id=str(model.model_id))
         return None
 
