@@ -27,7 +27,6 @@ LOOKS = ["the operator reconciles"] * 2
 SURROUNDINGS = Surroundings(
     has_kuberay=True,
     has_device_claims=True,
-    starts_in_order=True,
     nodes=None,
     apply_error=None,
     completed_saves={},

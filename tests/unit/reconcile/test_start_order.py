@@ -92,11 +92,14 @@ class Queue:
             name
         }
 
-    def turn(self, name: str, *, in_order: bool = True) -> str | None:
+    def turn(self, name: str) -> str | None:
+        self.watched.admit(name)
+        return self.read_turn(name)
+
+    def read_turn(self, name: str) -> str | None:
         surroundings = Surroundings(
             has_kuberay=True,
             has_device_claims=True,
-            starts_in_order=in_order,
             nodes=None,
             apply_error=None,
             completed_saves={},
@@ -118,6 +121,18 @@ def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -
         "waiting for other sessions to be scheduled: 1 session is ahead; TrainingSession first is"
         " next, but not all of its pods are scheduled yet: 1 Insufficient nvidia.com/gpu"
     )
+
+
+def test_reading_whose_turn_it_is_gives_nobody_a_turn() -> None:
+    queue = Queue(**HALF)
+    queue.make("young", second=2)
+    assert queue.read_turn("young") is None
+    assert queue.read_turn("young") is None
+
+    queue.make("old", second=1)
+
+    assert queue.turn("old") is None
+    assert queue.turn("young") is not None
 
 
 def test_a_session_learns_nothing_of_those_of_other_owners_but_their_number() -> None:
@@ -311,7 +326,8 @@ def test_the_order_can_be_switched_off() -> None:
     queue.make("first")
     queue.make("second", second=1)
 
-    assert queue.turn("second", in_order=False) is None
+    queue.watched.starts_in_order = False
+    assert queue.turn("second") is None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,6 @@ def snapshot(watched: Watched, name: str = "one") -> Observed | None:
     surroundings = Surroundings(
         has_kuberay=True,
         has_device_claims=True,
-        starts_in_order=True,
         nodes=None,
         apply_error=None,
         completed_saves={},

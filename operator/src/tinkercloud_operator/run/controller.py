@@ -58,7 +58,7 @@ class Controller:
     """The caches and workers of one term of leadership. Belongs to one event loop."""
 
     def __init__(self, cluster: Client, head_client: HeadClient, settings: Settings) -> None:
-        self.watched = Watched()
+        self.watched = Watched(settings.starts_in_order)
         self.queue = WorkQueue()
         self.served = frozenset({*REQUIRED_KINDS, *_OPTIONAL_KINDS})
         """Custom and optional kinds that the cluster serves."""
@@ -274,6 +274,7 @@ class Controller:
 
     async def _reconcile(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
+            self._admit(name)
             observed = await self._observe(name)
             if observed is None:
                 return
@@ -285,11 +286,15 @@ class Controller:
             if not is_changed:
                 return
 
+    def _admit(self, name: str) -> None:
+        """Reserve what a session needs to start, before it is decided whether it starts."""
+        self.watched.admit(name)
+        self._spares.promise(name)
+
     async def _observe(self, name: str) -> Observed | None:
         surroundings = Surroundings(
             has_kuberay=self.has_kuberay,
             has_device_claims="ResourceClaimTemplate" in self.served,
-            starts_in_order=self._settings.starts_in_order,
             nodes=None,
             apply_error=self._executor.rejection(name),
             completed_saves=self._head_saver.completed(name),

@@ -207,8 +207,21 @@ class StartOrder:
         self._admitted.discard(name)
         return self._waiting.pop(name, None) is not None or is_freed
 
-    def admit(self, session: Manifest, offering: Offering) -> str | None:
-        """Admit a session if no other one that competes is before it; otherwise say why it waits.
+    def admit(self, session: Manifest, offering: Offering) -> None:
+        """Let a session start if no other one that competes is before it.
+
+        It keeps its turn until it has nodes, whatever other sessions are created meanwhile.
+
+        Args:
+            session: the session.
+            offering: returns the active BaseModel of a model name, if there is one.
+        """
+        is_ordered = self._claim(session, offering) is not None
+        if is_ordered and self.waiting_message(session, offering) is None:
+            self._admitted.add(session["metadata"]["name"])
+
+    def waiting_message(self, session: Manifest, offering: Offering) -> str | None:
+        """Return why a session waits for others that compete with it; None if it may start.
 
         Args:
             session: the session.
@@ -225,10 +238,7 @@ class StartOrder:
             found = self._claim(other, offering)
             if found is not None and compete(own, found):
                 ahead.append(other)
-        if ahead:
-            return waiting_message(session, ahead)
-        self._admitted.add(name)
-        return None
+        return waiting_message(session, ahead) if ahead else None
 
     def next(self, offering: Offering) -> set[str]:
         """Return, for each BaseModel, the session that is next to start."""

@@ -167,30 +167,51 @@ class TenantQuotas:
         self._admitted.discard(session["metadata"]["name"])
         self._put(session, offering, has_cluster=has_cluster)
 
-    def admit(self, session: Manifest, offering: Offering, *, has_cluster: bool) -> str | None:
-        """Admit a session if its tenant's limits allow it; otherwise return why it waits.
+    def admit(self, session: Manifest, offering: Offering, *, has_cluster: bool) -> None:
+        """Reserve what a session needs, if it waits for it and its tenant's limits allow it."""
+        tenant = self.tenant(_owner(session))
+        if tenant is None:
+            return
+        self._put(session, offering, has_cluster=has_cluster)
+        own = self._accepted(session, offering, has_cluster=has_cluster)
+        if own is None or not own.waits or is_idle(session):
+            return
+        if self._shortage(tenant, own) is None:
+            self._admitted.add(own.name)
+            self._put(session, offering, has_cluster=has_cluster)
 
-        Its specification is accepted now, even if its status still says that it was rejected.
+    def waiting_message(
+        self, session: Manifest, offering: Offering, *, has_cluster: bool
+    ) -> str | None:
+        """Return why a session waits for its tenant's limits; None if they allow it to start.
+
+        Args:
+            session: a session whose specification is accepted now, even if its status still says
+                that it was rejected.
+            offering: returns the active BaseModel of a model name, if there is one.
+            has_cluster: whether its RayCluster exists.
         """
-        name, tenant = session["metadata"]["name"], self.tenant(_owner(session))
+        tenant = self.tenant(_owner(session))
         if tenant is None:
             return None
-        self._put(session, offering, has_cluster=has_cluster)
-        own = claimant(
+        own = self._accepted(session, offering, has_cluster=has_cluster)
+        return self._shortage(tenant, own) if own is not None and own.waits else None
+
+    def _accepted(
+        self, session: Manifest, offering: Offering, *, has_cluster: bool
+    ) -> Claimant | None:
+        """Return what a session whose specification is accepted holds and waits for."""
+        return claimant(
             session,
             wants(session, offering),
             has_cluster=has_cluster,
-            is_admitted=name in self._admitted,
+            is_admitted=session["metadata"]["name"] in self._admitted,
             is_rejected=False,
         )
-        if own is None or not own.waits:
-            return None
-        others = [each for each in self.claimants(tenant) if each.name != name]
-        message = waiting_message(tenant, own, others)
-        if message is None and not is_idle(session):
-            self._admitted.add(name)
-            self._put(session, offering, has_cluster=has_cluster)
-        return message
+
+    def _shortage(self, tenant: Tenant, own: Claimant) -> str | None:
+        others = [each for each in self.claimants(tenant) if each.name != own.name]
+        return waiting_message(tenant, own, others)
 
     def _put(self, session: Manifest, offering: Offering, *, has_cluster: bool) -> Claimant | None:
         name, owner = session["metadata"]["name"], _owner(session)

@@ -66,7 +66,6 @@ class Surroundings:
 
     has_kuberay: bool
     has_device_claims: bool
-    starts_in_order: bool
     nodes: tuple[Node, ...] | None
     apply_error: str | None
     completed_saves: Mapping[SaveKey, str | None]
@@ -95,6 +94,8 @@ def _objects_of(kind: str) -> Objects[Manifest]:
 class Watched:
     """The objects of one namespace. Methods that take objects return the sessions affected."""
 
+    starts_in_order: bool = True
+    """Whether sessions that compete for devices start one after the other."""
     sessions: Objects[Manifest] = field(default_factory=partial(_objects_of, "TrainingSession"))
     """By name."""
     base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
@@ -147,6 +148,23 @@ class Watched:
                 affected |= self._apply(kind, manifest, change)
         return affected
 
+    def admit(self, name: str) -> None:
+        """Reserve what a session needs to start: its tenant's quota, and its turn.
+
+        A session that has to wait, or that is rejected now, reserves nothing. Nothing else here
+        reserves anything: all other methods read, or note what exists.
+        """
+        session = self.sessions.get(name)
+        if session is None or _parsed(session) is None:
+            return
+        has_cluster = self.has_cluster(name)
+        if self.resolved(session) is None:
+            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
+        else:
+            self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+        if self._is_ordered(session) and self._quota_message(session) is None:
+            self._turns.admit(session, self.offering)
+
     def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
         """Return what is known of a session; None if it does not exist, or can't be read."""
         manifest = self.sessions.get(name)
@@ -162,7 +180,6 @@ class Watched:
         children = _of_session(everything, metadata["uid"])
         base_model = self._base_model(spec.base_model)
         quota_message = self._quota_message(manifest)
-        may_start = surroundings.starts_in_order and quota_message is None
         return Observed(
             name=name,
             namespace=metadata["namespace"],
@@ -179,7 +196,7 @@ class Watched:
             retried=parse_time(annotations.get(labels.RETRY)),
             base_model=base_model,
             sessions_of_owner=self.older_siblings(manifest, base_model),
-            start_order_message=self._turn(manifest) if may_start else None,
+            start_order_message=self._turn_message(manifest) if quota_message is None else None,
             children=_without_pods(children),
             pods=pods_of(children, are_scaled=False),
             scaled_pods=pods_of(children, are_scaled=True),
@@ -327,20 +344,23 @@ class Watched:
             return 0
         return self._owners.older(manifest)
 
-    def _turn(self, session: Manifest) -> str | None:
+    def _is_ordered(self, session: Manifest) -> bool:
+        """Return whether a session has to wait for its turn to create its pods."""
+        return self.starts_in_order and not self.has_cluster(session["metadata"]["name"])
+
+    def _turn_message(self, session: Manifest) -> str | None:
         """Return why other sessions have their pods first, if any compete with this one."""
-        name = session["metadata"]["name"]
-        if self.has_cluster(name):
+        if not self._is_ordered(session):
             return None
-        return self._turns.admit(session, self.offering)
+        return self._turns.waiting_message(session, self.offering)
 
     def _quota_message(self, session: Manifest) -> str | None:
         """Return which limit of its owner's tenant a session waits for, if any."""
-        has_cluster = self.has_cluster(session["metadata"]["name"])
-        if self.resolved(session) is None:
-            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
-            return None
-        return self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+        message = self.quotas.waiting_message(
+            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
+        )
+        is_rejected = message is not None and self.resolved(session) is None
+        return None if is_rejected else message
 
     def resolved(self, session: Manifest) -> ResolvedSpec | None:
         """Return what a session would start with now; None if it would be rejected."""
