@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.decide.tenancy.start_order import claim, compete
+from tinkercloud_operator.decide.tenancy.device_claims import claim, compete
 from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (

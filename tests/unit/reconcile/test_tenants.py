@@ -12,7 +12,7 @@ from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.decide.session.actions import Apply
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.decide.tenancy.start_order import waits_for_nodes
+from tinkercloud_operator.decide.tenancy.device_claims import waits_for_nodes
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched

@@ -25,11 +25,12 @@ from tinkercloud_operator.decide.pods.deadlines import ending_head
 from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.read.session_facts import age, is_live
 from tinkercloud_operator.decide.session.status import head_url
-from tinkercloud_operator.decide.tenancy import start_order
-from tinkercloud_operator.decide.tenancy.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
-from tinkercloud_operator.decide.tenancy.tenant_quotas import TenantQuotas
+from tinkercloud_operator.run.tenancy.session_index import SessionIndex
+from tinkercloud_operator.run.tenancy.start_order import StartOrder
+from tinkercloud_operator.run.tenancy.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
     ChildKey,
@@ -114,7 +115,7 @@ class Watched:
     """Children by session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last failed pod, which may be gone."""
-    _turns: start_order.StartOrder = field(default_factory=start_order.StartOrder)
+    _turns: StartOrder = field(default_factory=StartOrder)
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
         """Note the state of one object; return the sessions to reconcile."""

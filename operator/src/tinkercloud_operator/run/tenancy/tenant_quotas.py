@@ -1,104 +1,25 @@
 """Which sessions wait because of the limits of their owner's Tenant; no I/O.
 
-`tinkercloud_crds.quota_fields` has the rules. This module derives what sessions hold and wait for
-from their objects. Those that people and GitOps tools create count as well.
+`decide.tenancy.quota_claims` says what each session holds and waits for.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from tinkercloud_crds.conditions import ConditionType, Reason
-from tinkercloud_crds.quota_fields import Amounts, Claimant, Tenant, tenant_of, waiting_message
+from tinkercloud_crds.quota_fields import Claimant, Tenant, tenant_of, waiting_message
 from tinkercloud_crds.tenant import TenantSpec
-from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.read import parsing
-from tinkercloud_operator.decide.tenancy.session_index import age, is_live
-from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-
-_NOTHING = Amounts()
-
-Offering = Callable[[str], Manifest | None]
-"""Returns the active BaseModel of a model name, if there is one."""
-
-
-def wants(session: Manifest, offering: Offering) -> Amounts:
-    """Return what a session needs while it runs."""
-    spec = session["spec"]
-    if spec.get("role") in SERVING_ROLES:
-        return _NOTHING
-    if spec.get("sharing") == "Shared":
-        return Amounts(sessions=1, models=int(spec.get("role", "Trainer") == "Trainer"))
-    return Amounts(sessions=1, dedicated_gpus=_gpus(session, offering))
-
-
-def _gpus(session: Manifest, offering: Offering) -> int:
-    """Return the GPUs that the pods of a session request, or would request."""
-    known = session.get("status", {}).get("maxGpus") or session.get("status", {}).get("gpus", 0)
-    if known:
-        return int(known)
-    offer = offering(session["spec"].get("baseModel", ""))
-    base_model = parsing.base_model(offer) if offer is not None else None
-    try:
-        spec = TrainingSessionSpec.model_validate(session["spec"])
-    except ValidationError:
-        return 0
-    resolved = resolve(spec, base_model, 0)
-    return resolved.most_gpus if isinstance(resolved, ResolvedSpec) else 0
-
-
-def claimant(
-    session: Manifest, wanted: Amounts, *, has_cluster: bool, is_admitted: bool, is_rejected: bool
-) -> Claimant | None:
-    """Return what a session holds and waits for; None if it has ended, or has no owner's quota.
-
-    Args:
-        session: the session.
-        wanted: what it needs while it runs.
-        has_cluster: whether its RayCluster exists.
-        is_admitted: whether it was admitted, which its status may not show yet.
-        is_rejected: whether its specification is rejected, so that it waits for nothing.
-    """
-    if wanted == _NOTHING or not is_live(session):
-        return None
-    reserved = _condition(session, ConditionType.QUOTA_RESERVED)
-    has_waited = reserved.get("reason") in {None, Reason.QUOTA_EXCEEDED}
-    is_placed = has_cluster or bool(session["spec"].get("poolCluster"))
-    has_run = "incarnation" in session.get("status", {})
-    is_started = is_placed or is_admitted or has_run or not (has_waited or is_rejected)
-    has_gpus = is_placed or is_admitted
-    held = Amounts(
-        sessions=wanted.sessions if is_started else 0,
-        dedicated_gpus=wanted.dedicated_gpus if has_gpus else 0,
-        models=wanted.models if is_started else 0,
-    )
-    is_leaving = "deletionTimestamp" in session["metadata"] or session["spec"].get("suspend")
-    missing = _NOTHING
-    if not (is_leaving or is_rejected):
-        missing = Amounts(
-            sessions=wanted.sessions - held.sessions,
-            dedicated_gpus=0 if is_idle(session) else wanted.dedicated_gpus - held.dedicated_gpus,
-            models=wanted.models - held.models,
-        )
-    return Claimant(session["metadata"]["name"], age(session), held, missing)
-
-
-def is_idle(session: Manifest) -> bool:
-    """Return whether a session is suspended for idleness, and was not used since."""
-    suspended = _condition(session, ConditionType.SUSPENDED)
-    if suspended.get("status") != "True" or suspended.get("reason") != Reason.IDLE:
-        return False
-    since, used = parse_time(suspended.get("lastTransitionTime")), parsing.last_activity(session)
-    return used is None or since is None or used <= since
-
-
-def _condition(session: Manifest, kind: ConditionType) -> Manifest:
-    """Return a condition of a session; an empty one if it is not set."""
-    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
-    return next((each for each in conditions if each["type"] == kind), {})
+from tinkercloud_operator.decide.read.session_facts import age, is_live
+from tinkercloud_operator.decide.tenancy.quota_claims import (
+    Offering,
+    claimant,
+    gives_back,
+    is_idle,
+    wants,
+    was_rejected,
+)
 
 
 @dataclass(slots=True)
@@ -150,7 +71,7 @@ class TenantQuotas:
         if is_over or is_placed or not is_live(session):
             self._admitted.discard(session["metadata"]["name"])
         after = self._put(session, offering, has_cluster=has_cluster)
-        return self._waiting(session) if _is_less(before, after) else set()
+        return self._waiting(session) if gives_back(before, after) else set()
 
     def forget(self, session: Manifest) -> set[str]:
         """Remove a session that is gone; return the sessions that may now start."""
@@ -220,7 +141,7 @@ class TenantQuotas:
             wants(session, offering),
             has_cluster=has_cluster,
             is_admitted=name in self._admitted,
-            is_rejected=_condition(session, ConditionType.ACCEPTED).get("status") == "False",
+            is_rejected=was_rejected(session),
         )
         if found is None:
             self._claimants.get(owner, {}).pop(name, None)
@@ -251,17 +172,3 @@ def _read(manifest: Manifest) -> Tenant | None:
 
 def _owner(session: Manifest) -> str:
     return str(session["spec"].get("owner", ""))
-
-
-def _is_less(before: Claimant | None, after: Claimant | None) -> bool:
-    """Return whether a session has given something back, or stopped waiting for it."""
-    if before is None:
-        return False
-    if after is None:
-        return True
-    total, now = before.held + before.missing, after.held + after.missing
-    return any(
-        getattr(then, name) > getattr(later, name)
-        for then, later in ((total, now), (before.held, after.held))
-        for name in ("sessions", "dedicated_gpus", "models")
-    )
