@@ -138,7 +138,7 @@ async def test_a_change_that_the_response_to_an_own_write_shows_first_is_reconci
     controller.queue.done(await controller.queue.take())
     event = connection.api.put(f"{SESSIONS}/one", {}, **changed)
 
-    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
     controller.on_event("TrainingSession", "MODIFIED", event)
 
     assert len(controller.queue) == 1
@@ -151,7 +151,7 @@ async def test_an_own_write_alone_causes_no_reconciliation(
     assert observed is not None
     controller.queue.done(await controller.queue.take())
 
-    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
 
     assert len(controller.queue) == 0
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.device_claims import claim, compete
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (
     ENGINES,
     MODEL_NAME,
-    NOON,
     TRAINERS,
     Json,
     a_base_model,
     a_base_model_manifest,
     a_session,
     a_session_manifest,
+    snapshot,
 )
 
 HALF: Json = {"trainer": TRAINERS, "sampler": ENGINES}
@@ -97,18 +97,9 @@ class Queue:
         return self.read_turn(name)
 
     def read_turn(self, name: str) -> str | None:
-        surroundings = Surroundings(
-            has_kuberay=True,
-            has_device_claims=True,
-            nodes=None,
-            apply_error=None,
-            completed_saves={},
-            pending_saves=frozenset(),
-            now=NOON,
-        )
-        found = self.watched.observed(name, surroundings)
+        found = snapshot(self.watched, name)
         assert found is not None
-        return found.start_order_message
+        return found.limits.start_order_message
 
 
 def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -> None:

@@ -15,7 +15,7 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.device_claims import waits_for_nodes
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import SETTINGS
@@ -27,6 +27,7 @@ from tinkercloud_testing.sessions import (
     a_base_model,
     a_base_model_manifest,
     a_session_manifest,
+    snapshot,
 )
 
 WAITS = [{"type": "QuotaReserved", "status": "False", "reason": "QuotaExceeded"}]
@@ -82,21 +83,12 @@ class Namespace:
         return self.observe(name)
 
     def observe(self, name: str) -> Observed:
-        surroundings = Surroundings(
-            has_kuberay=True,
-            has_device_claims=True,
-            nodes=None,
-            apply_error=None,
-            completed_saves={},
-            pending_saves=frozenset(),
-            now=NOON,
-        )
-        found = self.watched.observed(name, surroundings)
+        found = snapshot(self.watched, name)
         assert found is not None
         return found
 
     def waits(self, name: str) -> bool:
-        return self.admit(name).quota_message is not None
+        return self.admit(name).limits.quota_message is not None
 
 
 def test_the_second_session_waits_until_the_first_is_gone() -> None:
@@ -134,7 +126,7 @@ def test_reading_a_session_reserves_nothing_for_it() -> None:
     namespace.limit(sessions=1)
     namespace.make("b", 2)
     for _ in range(2):
-        assert namespace.observe("b").quota_message is None
+        assert namespace.observe("b").limits.quota_message is None
         assert namespace.watched.may_start(namespace.watched.sessions["b"])
 
     namespace.make("a", 1)

@@ -33,7 +33,7 @@ def notice(observed: Observed, stopping_since: datetime | None) -> Notice | None
         observed: the observed session.
         stopping_since: when it started to stop, by its last status; None if it did not.
     """
-    suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
+    suspended = find(observed.session.status.conditions, ConditionType.SUSPENDED)
     if stopping_since is not None and observed.ray_cluster is None:
         return None
     evicted = _evicted_pod(observed)
@@ -79,7 +79,7 @@ def _evicted_pod(observed: Observed) -> Pod | None:
     head, cluster = observed.head, observed.ray_cluster
     if head is None or head.is_terminating or not head.is_started:
         return None
-    if head.incarnation != observed.status.served_incarnation:
+    if head.incarnation != observed.session.status.served_incarnation:
         return None
     if cluster is None or "deletionTimestamp" in cluster["metadata"]:
         return None
@@ -87,7 +87,7 @@ def _evicted_pod(observed: Observed) -> Pod | None:
         return None
     going = [
         pod
-        for pod in observed.pods
+        for pod in observed.pods.required
         if pod.disrupted is not None and pod.component in _STATEFUL
         if not (pod.component == "head" and pod.is_terminating)
     ]
@@ -102,11 +102,11 @@ def _taints_to_leave(observed: Observed) -> Iterator[tuple[Pod, str]]:
         if base_model is not None
         else (*DRAINING_TAINTS, *ENDING_TAINTS)
     )
-    for pod in sorted(observed.pods, key=lambda pod: pod.node or ""):
+    for pod in sorted(observed.pods.required, key=lambda pod: pod.node or ""):
         # A pod that tolerates the taint could be scheduled to the same node again.
         if pod.node is None or pod.is_terminating or "" in pod.tolerations:
             continue
-        wanted = leaves | {CORDON} if pod.node == observed.leave_node else leaves
-        found = observed.node_taints.get(pod.node, frozenset())
+        wanted = leaves | {CORDON} if pod.node == observed.session.leave_node else leaves
+        found = observed.platform.node_taints.get(pod.node, frozenset())
         for taint in sorted((found & wanted) - pod.tolerations):
             yield pod, taint

@@ -48,8 +48,10 @@ _LEAST_REMOVAL_SECONDS = 15.0
 
 def reconcile_member(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session that shares a cluster."""
-    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    if observed.deleted is not None:
+    resolved = resolve(
+        observed.session.spec, observed.base_model, observed.limits.sessions_of_owner
+    )
+    if observed.session.deleted is not None:
         return _finalize(observed, resolved, settings)
     decision = _decision(observed, resolved)
     new_status = _status(observed, resolved, decision)
@@ -64,7 +66,9 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
             if request is not None:
                 return reporting_plan(observed, [request], new_status, _RETRY_SECONDS)
             return reporting_plan(observed, [], new_status, seconds)
-        case DesiredState.RUNNING if not observed.has_finalizer and _may_have_model(observed):
+        case DesiredState.RUNNING if not observed.session.has_finalizer and _may_have_model(
+            observed
+        ):
             # Before it has a place: what a head holds for it must be dropped when it ends.
             return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
         case _:
@@ -76,10 +80,10 @@ def _delete_children(observed: Observed) -> list[Delete]:
 
     Its pods have served nobody. The Secret and its marker stay for pods that it may get later.
     """
-    marker = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    marker = ChildKey("ConfigMap", Names(observed.session.name).token_secret)
     return [
         Delete(key)
-        for key, child in observed.children.items()
+        for key, child in observed.children.live.items()
         if key != marker and "deletionTimestamp" not in child["metadata"]
         if key.kind == "RayCluster" or not observed.has_pods
     ]
@@ -90,26 +94,26 @@ def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decisio
 
     A session in a pool saves no pods by being suspended; one with a spare does.
     """
-    idle = idle_policy(observed.spec, observed.base_model)
-    has_cluster = observed.spec.sharing == "Dedicated"
+    idle = idle_policy(observed.session.spec, observed.base_model)
+    has_cluster = observed.session.spec.sharing == "Dedicated"
     is_judged = (
         isinstance(resolved, ResolvedSpec)
         and idle is not None
         and (has_cluster or idle.action == "Delete")
     )
     judged: Idle | None = idle if is_judged else None
-    return decide(observed, judged, max_lifetime(observed.spec, observed.base_model))
+    return decide(observed, judged, max_lifetime(observed.session.spec, observed.base_model))
 
 
 def _may_have_model(observed: Observed) -> bool:
-    return observed.spec.role == "Trainer"
+    return observed.session.spec.role == "Trainer"
 
 
 def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: Settings) -> Plan:
     """Let the head drop the model, then remove the finalizer, after a limited time in any case."""
-    if not observed.has_finalizer or observed.deleted is None:
+    if not observed.session.has_finalizer or observed.session.deleted is None:
         return Plan()
-    limit = observed.deleted + timedelta(seconds=_removal_seconds(settings))
+    limit = observed.session.deleted + timedelta(seconds=_removal_seconds(settings))
     left = (limit - observed.now).total_seconds()
     request = _removal(observed, left)
     if request is not None:
@@ -126,12 +130,12 @@ def _removal_seconds(settings: Settings) -> float:
 
 def _removal(observed: Observed, left: float) -> RemoveModel | None:
     """Return the request that the head still needs, if it can serve one."""
-    cluster, model_id = observed.pool_cluster, observed.spec.model_id
+    cluster, model_id = observed.pool.cluster, observed.session.spec.model_id
     if cluster is None or model_id is None or left <= 0 or not _may_have_model(observed):
         return None
     if cluster.endpoint is None or cluster.incarnation is None:
         return None
-    if ("remove", cluster.incarnation) in observed.completed_saves:
+    if ("remove", cluster.incarnation) in observed.answers.completed_saves:
         return None
     return RemoveModel(cluster.name, cluster.endpoint, cluster.incarnation, model_id, left)
 
@@ -143,7 +147,7 @@ def _is_leaving(observed: Observed) -> bool:
 
 def _is_restarting(observed: Observed) -> bool:
     """Return whether the head of the cluster may come back with the model."""
-    cluster = observed.pool_cluster
+    cluster = observed.pool.cluster
     return cluster is not None and cluster.endpoint is None and cluster.has_pods
 
 
@@ -151,21 +155,23 @@ def _status(
     observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
 ) -> TrainingSessionStatus:
     ready, steps = _steps(observed, resolved, decision)
-    previous, cluster = observed.status, observed.pool_cluster
+    previous, cluster = observed.session.status, observed.pool.cluster
     is_served = ready.is_reached and cluster is not None
     finished = previous.finished_time
     is_over = decision is not None and decision.desired is DesiredState.FINISHED
     if finished is None and is_over and not _is_leaving(observed):
         finished = timestamp(observed.now)
     return TrainingSessionStatus(
-        observed_generation=observed.generation,
+        observed_generation=observed.session.generation,
         phase=phase(observed, decision, ready),
         conditions=conditions(observed, ready, steps, decision),
         endpoint=cluster.endpoint if cluster is not None and is_served else None,
         incarnation=cluster.incarnation
         if cluster is not None and is_served
         else previous.incarnation,
-        last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
+        last_activity_time=timestamp(observed.session.last_activity)
+        if observed.session.last_activity
+        else None,
         latest_checkpoint=_latest_checkpoint(observed),
         restarts=previous.restarts,
         served_incarnation=previous.served_incarnation,
@@ -176,10 +182,10 @@ def _status(
 
 
 def _latest_checkpoint(observed: Observed) -> str | None:
-    cluster = observed.pool_cluster
+    cluster = observed.pool.cluster
     incarnation = cluster.incarnation if cluster is not None else None
-    saved = observed.completed_saves.get(("remove", incarnation or ""))
-    return saved or observed.status.latest_checkpoint
+    saved = observed.answers.completed_saves.get(("remove", incarnation or ""))
+    return saved or observed.session.status.latest_checkpoint
 
 
 def _steps(
@@ -199,7 +205,7 @@ def _steps(
 def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepStatus:
     if isinstance(resolved, ResolvedSpec):
         return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
-    if observed.pool_cluster is not None:
+    if observed.pool.cluster is not None:
         message = (
             "the session is being served, but would not be accepted with the current spec:"
             f" {resolved.message}"
@@ -210,38 +216,40 @@ def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepSta
 
 def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[StepStatus]:
     """Yield the status of each step after the first one."""
-    cluster = observed.pool_cluster
+    cluster = observed.pool.cluster
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
         # Clients wait for the last checkpoint, which the error then names. The cluster of a pool
         # keeps the model of a suspended session.
-        is_kept = observed.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
+        is_kept = (
+            observed.session.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
+        )
         is_leaving = _is_leaving(observed) and not is_kept
         reason = Reason.SUSPENDING if is_leaving else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
-    elif cluster is None and observed.spec.sharing == "Dedicated":
+    elif cluster is None and observed.session.spec.sharing == "Dedicated":
         message = (
-            f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods when the"
-            " head of that cluster has ended"
+            f"cluster {observed.session.spec.pool_cluster} is gone; the session gets its own pods"
+            " when the head of that cluster has ended"
         )
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
-    elif cluster is None and observed.quota_message is not None:
+    elif cluster is None and observed.limits.quota_message is not None:
         waits = StepStatus(
-            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.limits.quota_message
         )
         yield from [waits] * 4
     elif cluster is None:
-        message = observed.pool_message or "waiting for a place in the pool"
+        message = observed.pool.message or "waiting for a place in the pool"
         yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4
     else:
         place = f"served by pool cluster {cluster.name}"
         reason = Reason.PLACED
-        if observed.pool_message is not None:
-            place, reason = f"{place}; {observed.pool_message}", Reason.MOVE_FAILED
+        if observed.pool.message is not None:
+            place, reason = f"{place}; {observed.pool.message}", Reason.MOVE_FAILED
         yield StepStatus(is_reached=True, reason=reason, message=place)
-        has_others = observed.spec.sharing == "Shared"
+        has_others = observed.session.spec.sharing == "Shared"
         yield from (
             _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]
         )

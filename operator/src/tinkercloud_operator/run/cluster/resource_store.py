@@ -18,7 +18,7 @@ from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.pods.deadlines import ending_head
@@ -33,14 +33,18 @@ from tinkercloud_operator.run.tenancy.start_order import StartOrder
 from tinkercloud_operator.run.tenancy.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
+    Answers,
     ChildKey,
-    FailedSave,
-    Node,
+    Children,
     Observed,
+    OwnerLimits,
+    Platform,
     Pod,
     PoolCluster,
+    PoolPlace,
     ProgramPod,
-    SaveKey,
+    SessionObject,
+    SessionPods,
 )
 
 Metadata = Mapping[str, Any]
@@ -59,27 +63,6 @@ _PROGRAM_POD = "ProgramPod"
 
 _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
 """Kinds that determine whether a session's pods are scheduled."""
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Inputs of a snapshot that are not watched objects."""
-
-    has_kuberay: bool
-    has_device_claims: bool
-    nodes: tuple[Node, ...] | None
-    apply_error: str | None
-    completed_saves: Mapping[SaveKey, str | None]
-    pending_saves: frozenset[SaveKey]
-    now: datetime
-    kuberay_gap: str | None = None
-    own_gap: str | None = None
-    node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    pool_message: str | None = None
-    takes_spare: bool = False
-    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
-    engines_needed: int | None = None
-    is_emptied: bool = False
 
 
 def _kept(kind: str, manifest: Manifest) -> Manifest:
@@ -156,7 +139,7 @@ class Watched:
         reserves anything: all other methods read, or note what exists.
         """
         session = self.sessions.get(name)
-        if session is None or _parsed(session) is None:
+        if session is None or _session_object(session) is None:
             return
         has_cluster = self.has_cluster(name)
         if self.resolved(session) is None:
@@ -166,64 +149,55 @@ class Watched:
         if self._is_ordered(session) and self._quota_message(session) is None:
             self._turns.admit(session, self.offering)
 
-    def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
-        """Return what is known of a session; None if it does not exist, or can't be read."""
+    def observed(
+        self, name: str, *, pool: PoolPlace, platform: Platform, answers: Answers, now: datetime
+    ) -> Observed | None:
+        """Return what is known of a session; None if it does not exist, or can't be read.
+
+        Args:
+            name: of the session.
+            pool: its place on a cluster that other sessions may use.
+            platform: what the Kubernetes cluster offers.
+            answers: the answers to earlier requests for this session.
+            now: the current time.
+        """
         manifest = self.sessions.get(name)
-        if manifest is None:
+        session = _session_object(manifest) if manifest is not None else None
+        if manifest is None or session is None:
             return None
-        metadata = manifest["metadata"]
-        annotations = metadata.get("annotations", {})
-        parsed = _parsed(manifest)
-        if parsed is None:
-            return None
-        spec, status, created = parsed
         everything = self._children.get(name, {})
-        children = _of_session(everything, metadata["uid"])
-        base_model = self._base_model(spec.base_model)
-        quota_message = self._quota_message(manifest)
+        children = _of_session(everything, session.uid)
+        base_model = self._base_model(session.spec.base_model)
         return Observed(
-            name=name,
-            namespace=metadata["namespace"],
-            uid=metadata["uid"],
-            generation=metadata.get("generation", 0),
-            created=created,
-            deleted=parse_time(metadata.get("deletionTimestamp")),
-            has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
-            is_declared=spec.model_id is None and not _is_for_client(metadata),
-            spec=spec,
-            status=status,
-            last_activity=parsing.last_activity(manifest),
-            degraded=annotations.get(labels.DEGRADED),
-            retried=parse_time(annotations.get(labels.RETRY)),
+            session=session,
             base_model=base_model,
-            sessions_of_owner=self.older_siblings(manifest, base_model),
-            start_order_message=self._turn_message(manifest) if quota_message is None else None,
-            children=_without_pods(children),
-            pods=pods_of(children, are_scaled=False),
-            scaled_pods=pods_of(children, are_scaled=True),
-            engines_needed=surroundings.engines_needed,
-            is_emptied=surroundings.is_emptied,
-            program_pods=_program_pods(children),
-            failed=failed_pod(self._failures.get(name), children),
-            predecessors={key: item for key, item in everything.items() if key not in children},
-            has_secret=has_secret(name, children),
-            has_kuberay=surroundings.has_kuberay,
-            has_device_claims=surroundings.has_device_claims,
-            nodes=surroundings.nodes,
-            apply_error=surroundings.apply_error,
-            completed_saves=surroundings.completed_saves,
-            pending_saves=surroundings.pending_saves,
-            failed_saves=surroundings.failed_saves,
-            now=surroundings.now,
-            kuberay_gap=surroundings.kuberay_gap,
-            own_gap=surroundings.own_gap,
-            node_taints=surroundings.node_taints,
-            leave_node=annotations.get(labels.LEAVE_NODE),
-            pool_cluster=self._pool_cluster(spec, metadata),
-            pool_message=surroundings.pool_message,
-            takes_spare=surroundings.takes_spare,
+            limits=self._limits(manifest, session.spec.owner, base_model),
+            children=Children(
+                live=_without_pods(children),
+                predecessors={key: each for key, each in everything.items() if key not in children},
+                has_secret=has_secret(name, children),
+            ),
+            pods=SessionPods(
+                required=pods_of(children, are_scaled=False),
+                scaled=pods_of(children, are_scaled=True),
+                of_program=_program_pods(children),
+                failed=failed_pod(self._failures.get(name), children),
+            ),
+            pool=pool,
+            platform=platform,
+            answers=answers,
+            now=now,
+        )
+
+    def _limits(
+        self, session: Manifest, owner: str, base_model: BaseModelSpec | None
+    ) -> OwnerLimits:
+        quota_message = self._quota_message(session)
+        return OwnerLimits(
+            sessions_of_owner=self.older_siblings(session, base_model),
+            tenant=self._tenant_of(owner),
             quota_message=quota_message,
-            tenant=self._tenant_of(spec.owner),
+            start_order_message=self._turn_message(session) if quota_message is None else None,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -244,13 +218,17 @@ class Watched:
         """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
         return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
 
-    def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
+    def pool_cluster(self, session: str) -> PoolCluster | None:
         """Return the pool cluster of a session, or its spare, if it has one that exists."""
-        name, namespace = spec.pool_cluster, metadata["namespace"]
+        member = self.sessions.get(session)
+        if member is None:
+            return None
+        name, namespace = member["spec"].get("poolCluster"), member["metadata"]["namespace"]
         manifest = self.sessions.get(name) if name is not None else None
         if name is None or manifest is None or not is_cluster(manifest):
             return None
-        if spec.sharing == "Dedicated" and taken_by(manifest) != metadata["uid"]:
+        is_shared = member["spec"].get("sharing") == "Shared"
+        if not is_shared and taken_by(manifest) != member["metadata"]["uid"]:
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
@@ -477,21 +455,34 @@ class Watched:
             del self._failures[session]
 
 
-def _is_for_client(metadata: Metadata) -> bool:
-    return labels.CREATED_FOR in metadata.get("annotations", {})
-
-
-def _parsed(
-    manifest: Manifest,
-) -> tuple[TrainingSessionSpec, TrainingSessionStatus, datetime] | None:
-    """Return the spec, the status and the creation time of a session; None if it is unreadable."""
-    created = parse_time(manifest["metadata"]["creationTimestamp"])
+def _session_object(manifest: Manifest) -> SessionObject | None:
+    """Read a TrainingSession; None if this version of the operator cannot read it."""
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations", {})
+    created = parse_time(metadata["creationTimestamp"])
     try:
         spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
         status = parsing.session_status(manifest)
     except ValidationError:
         return None
-    return None if created is None else (spec, status, created)
+    if created is None:
+        return None
+    return SessionObject(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        created=created,
+        deleted=parse_time(metadata.get("deletionTimestamp")),
+        has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+        is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
+        spec=spec,
+        status=status,
+        last_activity=parsing.last_activity(manifest),
+        degraded=annotations.get(labels.DEGRADED),
+        leave_node=annotations.get(labels.LEAVE_NODE),
+        retried=parse_time(annotations.get(labels.RETRY)),
+    )
 
 
 def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.tenancy.device_claims import (
@@ -79,6 +80,8 @@ class StartOrder:
         own = self._claim(session, offering)
         if own is None or name in self._admitted:
             return None
+        # Many sessions have few BaseModels, and finding one takes longer than the rest.
+        offering = cache(offering)
         ahead = []
         for other in self._in_order({**self._waiting, name: session}.values(), offering):
             if other["metadata"]["name"] == name:
@@ -91,7 +94,7 @@ class StartOrder:
     def next(self, offering: Offering) -> set[str]:
         """Return, for each BaseModel, the session that is next to start."""
         first: dict[str, str] = {}
-        for session in self._in_order(self._waiting.values(), offering):
+        for session in self._in_order(self._waiting.values(), cache(offering)):
             if session["metadata"]["name"] not in self._admitted:
                 model = session["spec"].get("baseModel", "")
                 first.setdefault(model, session["metadata"]["name"])
