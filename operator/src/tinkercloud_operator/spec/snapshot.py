@@ -262,6 +262,11 @@ class Observed:
     now: datetime
 
     @property
+    def is_member(self) -> bool:
+        """Whether a pool cluster or a taken spare serves it, so that it needs no pods."""
+        return self.session.spec.sharing == "Shared" or self.session.spec.pool_cluster is not None
+
+    @property
     def failed_save(self) -> FailedSave | None:
         """The failed save of its current head, if the latest one failed."""
         if self.head is None:

@@ -68,6 +68,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES, Failing
 from tinkercloud_operator.decide.pods.disruptions import drained_node, notice
 from tinkercloud_operator.decide.pods.pod_failures import current_failure, failed_at
 from tinkercloud_operator.decide.read.program_facts import is_running, used_until
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, idle_policy, max_lifetime
 from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
@@ -112,6 +113,25 @@ class Decision:
     urgent_since: datetime | None = None
     """When the session had to stop; the head may save for a limited time after that. None if the
     pods are kept until it has saved."""
+
+
+def decision_about(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
+    """Return the desired state of a session that is not being deleted.
+
+    Args:
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+    """
+    spec, base_model = observed.session.spec, observed.base_model
+    idle = idle_policy(spec, base_model)
+    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
+    has_own_pods = observed.has_pods and not observed.is_member
+    if isinstance(desired, Rejection) and not has_own_pods:
+        idle = None
+    if spec.sharing == "Shared" and idle is not None and idle.action != "Delete":
+        # Its suspension would save no pods.
+        idle = None
+    return decide(observed, idle, max_lifetime(spec, base_model))
 
 
 def decide(

@@ -6,7 +6,6 @@ the model, which frees the slot.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 from tinkercloud_crds.conditions import (
     MAX_MESSAGE_LENGTH,
@@ -15,10 +14,8 @@ from tinkercloud_crds.conditions import (
     ConditionType,
     Reason,
     find,
-    timestamp,
 )
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.session.actions import (
     Delete,
@@ -27,17 +24,19 @@ from tinkercloud_operator.decide.session.actions import (
     RemoveModel,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide
-from tinkercloud_operator.decide.session.readiness import StepStatus
-from tinkercloud_operator.decide.session.status import conditions, phase, reporting_plan
-from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import (
-    Rejection,
-    ResolvedSpec,
-    idle_policy,
-    max_lifetime,
-    resolve,
+from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decision_about
+from tinkercloud_operator.decide.session.readiness import StepStatus, ready_after
+from tinkercloud_operator.decide.session.saving import seconds_left, seconds_until
+from tinkercloud_operator.decide.session.status import (
+    conditions,
+    finished_time,
+    last_activity_time,
+    latest_checkpoint,
+    phase,
+    reporting_plan,
 )
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, PoolCluster
 
 _RETRY_SECONDS = 5.0
@@ -53,11 +52,9 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
     )
     if observed.session.deleted is not None:
         return _finalize(observed, resolved, settings)
-    decision = _decision(observed, resolved)
+    decision = decision_about(observed, resolved)
     new_status = _status(observed, resolved, decision)
-    seconds = None
-    if decision.changes_at is not None:
-        seconds = max(0.0, (decision.changes_at - observed.now).total_seconds())
+    seconds = seconds_until(observed, decision.changes_at)
     match decision.desired:
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
@@ -89,22 +86,6 @@ def _delete_children(observed: Observed) -> list[Delete]:
     ]
 
 
-def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decision:
-    """Return the desired state.
-
-    A session in a pool saves no pods by being suspended; one with a spare does.
-    """
-    idle = idle_policy(observed.session.spec, observed.base_model)
-    has_cluster = observed.session.spec.sharing == "Dedicated"
-    is_judged = (
-        isinstance(resolved, ResolvedSpec)
-        and idle is not None
-        and (has_cluster or idle.action == "Delete")
-    )
-    judged: Idle | None = idle if is_judged else None
-    return decide(observed, judged, max_lifetime(observed.session.spec, observed.base_model))
-
-
 def _may_have_model(observed: Observed) -> bool:
     return observed.session.spec.role == "Trainer"
 
@@ -113,8 +94,7 @@ def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: 
     """Let the head drop the model, then remove the finalizer, after a limited time in any case."""
     if not observed.session.has_finalizer or observed.session.deleted is None:
         return Plan()
-    limit = observed.session.deleted + timedelta(seconds=_removal_seconds(settings))
-    left = (limit - observed.now).total_seconds()
+    left = seconds_left(observed, observed.session.deleted, _removal_seconds(settings))
     request = _removal(observed, left)
     if request is not None:
         new_status = _status(observed, resolved, None)
@@ -154,52 +134,24 @@ def _is_restarting(observed: Observed) -> bool:
 def _status(
     observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
 ) -> TrainingSessionStatus:
-    ready, steps = _steps(observed, resolved, decision)
+    ready, steps = ready_after([_accepted(observed, resolved), *_later_steps(observed, decision)])
     previous, cluster = observed.session.status, observed.pool.cluster
-    is_served = ready.is_reached and cluster is not None
-    finished = previous.finished_time
-    is_over = decision is not None and decision.desired is DesiredState.FINISHED
-    if finished is None and is_over and not _is_leaving(observed):
-        finished = timestamp(observed.now)
+    server = cluster if ready.is_reached else None
+    incarnation = cluster.incarnation if cluster is not None else None
     return TrainingSessionStatus(
         observed_generation=observed.session.generation,
         phase=phase(observed, decision, ready),
         conditions=conditions(observed, ready, steps, decision),
-        endpoint=cluster.endpoint if cluster is not None and is_served else None,
-        incarnation=cluster.incarnation
-        if cluster is not None and is_served
-        else previous.incarnation,
-        last_activity_time=timestamp(observed.session.last_activity)
-        if observed.session.last_activity
-        else None,
-        latest_checkpoint=_latest_checkpoint(observed),
+        endpoint=server.endpoint if server is not None else None,
+        incarnation=server.incarnation if server is not None else previous.incarnation,
+        last_activity_time=last_activity_time(observed),
+        latest_checkpoint=latest_checkpoint(observed, ("remove", incarnation or "")),
         restarts=previous.restarts,
         served_incarnation=previous.served_incarnation,
         saved_incarnation=previous.saved_incarnation,
-        finished_time=finished,
+        finished_time=finished_time(observed, decision, is_stopped=not _is_leaving(observed)),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
-
-
-def _latest_checkpoint(observed: Observed) -> str | None:
-    cluster = observed.pool.cluster
-    incarnation = cluster.incarnation if cluster is not None else None
-    saved = observed.answers.completed_saves.get(("remove", incarnation or ""))
-    return saved or observed.session.status.latest_checkpoint
-
-
-def _steps(
-    observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
-) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
-    """Return the status of Ready and of the steps that lead to it."""
-    found = [_accepted(observed, resolved), *_later_steps(observed, decision)]
-    blocker: StepStatus | None = None
-    steps = {}
-    for kind, step in zip(SESSION_STEPS, found, strict=True):
-        if blocker is None and not step.is_reached:
-            blocker = step
-        steps[kind] = step if blocker is None else blocker
-    return blocker or StepStatus(is_reached=True, reason=Reason.READY), steps
 
 
 def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepStatus:

@@ -4,7 +4,7 @@ The steps are ordered. A step that is not reached carries the reason of the firs
 so the conditions that are True always come first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,18 @@ def readiness(
         effective: the spec that its children follow, or why there are none.
         decision: the desired state; None if the session is being deleted.
     """
+    later = _later_steps(observed, effective, decision)
+    return ready_after([_accepted(observed, desired, effective), *later])
+
+
+def ready_after(found: Sequence[StepStatus]) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
+    """Return the status of Ready, and of the steps, each of which is blocked by those before it.
+
+    Args:
+        found: the status of each of `SESSION_STEPS`, regardless of the others.
+    """
     blocker: StepStatus | None = None
     steps = {}
-    found = [_accepted(observed, desired, effective), *_later_steps(observed, effective, decision)]
     for kind, step in zip(SESSION_STEPS, found, strict=True):
         if blocker is None and not step.is_reached:
             blocker = step

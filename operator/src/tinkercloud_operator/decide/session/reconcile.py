@@ -7,7 +7,6 @@ interrupted and continued by another process.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -36,7 +35,7 @@ from tinkercloud_operator.decide.session.actions import (
 from tinkercloud_operator.decide.session.lifetime import (
     Decision,
     DesiredState,
-    decide,
+    decision_about,
     stopping_since,
 )
 from tinkercloud_operator.decide.session.members import reconcile_member
@@ -46,6 +45,7 @@ from tinkercloud_operator.decide.session.saving import (
     needs_save,
     save_requests,
     seconds_left,
+    seconds_until,
 )
 from tinkercloud_operator.decide.session.session_program import (
     is_of_program,
@@ -60,8 +60,6 @@ from tinkercloud_operator.spec.resolved import (
     Rejection,
     ResolvedSpec,
     check_pod_groups,
-    idle_policy,
-    max_lifetime,
     resolve,
 )
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
@@ -72,16 +70,16 @@ _QUEUE_SECONDS = 60.0
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session."""
-    if observed.session.spec.sharing == "Shared" or observed.session.spec.pool_cluster is not None:
+    if observed.is_member:
         return reconcile_member(observed, settings)
     if observed.session.deleted is not None:
         return _finalize(observed, settings)
     desired = _desired_spec(observed, settings)
     effective = _effective_spec(observed, desired, settings)
-    decision = _decision(observed, desired)
+    decision = decision_about(observed, desired)
     new_status = status(observed, desired, effective, decision)
     moments = [each for each in (decision.changes_at, next_deadline(observed)) if each is not None]
-    recheck_seconds = _seconds_until(observed, min(moments, default=None))
+    recheck_seconds = seconds_until(observed, min(moments, default=None))
     match decision.desired:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
@@ -175,15 +173,6 @@ def _check_head_config(
         message = f"the head would reject this BaseModel's configuration: {'; '.join(problems)}"
         return Rejection(Reason.NOT_ALLOWED, message)
     return resolved
-
-
-def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
-    """Return the desired state; a rejected session with pods follows the idle policy too."""
-    spec, base_model = observed.session.spec, observed.base_model
-    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
-    is_judged = isinstance(desired, ResolvedSpec) or observed.has_pods
-    idle = idle_policy(spec, base_model) if is_judged else None
-    return decide(observed, idle, max_lifetime(spec, base_model))
 
 
 def _actions_to_run(
@@ -429,7 +418,3 @@ def _head_shape(observed: Observed, effective: ResolvedSpec | Rejection) -> Head
     if isinstance(effective, ResolvedSpec):
         return effective.base_model.head
     return observed.base_model.head if observed.base_model is not None else None
-
-
-def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:
-    return None if moment is None else max(0.0, (moment - observed.now).total_seconds())

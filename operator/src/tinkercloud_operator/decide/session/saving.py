@@ -85,6 +85,11 @@ def seconds_left(observed: Observed, started: datetime, timeout_seconds: float) 
     return (started + timedelta(seconds=timeout_seconds) - observed.now).total_seconds()
 
 
+def seconds_until(observed: Observed, moment: datetime | None) -> float | None:
+    """Return the seconds until a moment, 0 if it has passed; None if there is none."""
+    return None if moment is None else max(0.0, (moment - observed.now).total_seconds())
+
+
 def is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:
     """Return whether the stored status records the save, which is lost with the head."""
     written = observed.session.status

@@ -28,7 +28,7 @@ from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.session.readiness import StepStatus, readiness
 from tinkercloud_operator.decide.session.session_program import program_status
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_operator.spec.snapshot import Observed, SaveKey
 
 _FAILED_PODS = frozenset(
     {
@@ -90,17 +90,15 @@ def status(
         gpus=_gpus(observed, effective),
         max_gpus=_max_gpus(observed, effective),
         plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
-        last_activity_time=timestamp(observed.session.last_activity)
-        if observed.session.last_activity
-        else None,
-        latest_checkpoint=_latest_checkpoint(observed),
+        last_activity_time=last_activity_time(observed),
+        latest_checkpoint=latest_checkpoint(observed, ("checkpoint", previous.incarnation or "")),
         restarts=previous.restarts + has_restarted,
         recent_restarts=restarts,
         served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
         saved_incarnation=_saved_incarnation(observed),
         failing=(restart_limit(observed, restarts) if has_restarted else None)
         or _failing(observed, decision, ready),
-        finished_time=_finished_time(observed, decision),
+        finished_time=finished_time(observed, decision, is_stopped=not observed.has_pods),
         program=program_status(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
@@ -218,6 +216,36 @@ def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
     return StepStatus(is_reached=False, reason=Reason.RUNNING)
 
 
+def last_activity_time(observed: Observed) -> str | None:
+    """Return when a client last used a session, as its status reports it."""
+    used = observed.session.last_activity
+    return timestamp(used) if used is not None else None
+
+
+def latest_checkpoint(observed: Observed, save: SaveKey) -> str | None:
+    """Return the last checkpoint of a session.
+
+    Args:
+        observed: the observed session.
+        save: the save that may have created another one.
+    """
+    saved = observed.answers.completed_saves.get(save)
+    return saved or observed.session.status.latest_checkpoint
+
+
+def finished_time(observed: Observed, decision: Decision | None, *, is_stopped: bool) -> str | None:
+    """Return when a session has finished, if it has.
+
+    Args:
+        observed: the observed session.
+        decision: the desired state; None if the session is being deleted.
+        is_stopped: whether nothing is left to save or to delete before the session has finished.
+    """
+    known = observed.session.status.finished_time
+    is_over = decision is not None and decision.desired is DesiredState.FINISHED
+    return timestamp(observed.now) if known is None and is_over and is_stopped else known
+
+
 def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
     """Return the phase of a session, which summarizes its conditions."""
     if observed.session.deleted is not None:
@@ -319,12 +347,6 @@ def _saved_incarnation(observed: Observed) -> str | None:
     return observed.session.status.saved_incarnation
 
 
-def _latest_checkpoint(observed: Observed) -> str | None:
-    before = observed.session.status
-    saved = observed.answers.completed_saves.get(("checkpoint", before.incarnation or ""))
-    return saved or before.latest_checkpoint
-
-
 def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
     """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
     before = current_failure(observed)
@@ -336,11 +358,3 @@ def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -
         return before
     since = before.since if before is not None else timestamp(observed.now)
     return Failing(since=since, message=ready.message[:MAX_MESSAGE_LENGTH])
-
-
-def _finished_time(observed: Observed, decision: Decision | None) -> str | None:
-    if observed.session.status.finished_time is not None:
-        return observed.session.status.finished_time
-    if decision is not None and decision.desired is DesiredState.FINISHED and not observed.has_pods:
-        return timestamp(observed.now)
-    return None

@@ -22,6 +22,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.pods.deadlines import ending_head
+from tinkercloud_operator.decide.pods.disruptions import taints_to_leave
 from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.read import parsing
@@ -290,23 +291,17 @@ class Watched:
         ]
 
     def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
-        """Return whether a session has pods on cordoned nodes that it needs and must leave.
-
-        `decide.pods.disruptions` decides the same for a session that is observed in full.
-        """
+        """Return whether a session has pods on cordoned nodes that it needs and must leave."""
         session = self.sessions.get(name)
         if session is None or not nodes:
             return False
-        base_model = self._base_model(session["spec"].get("baseModel", ""))
-        if base_model is None or CORDON in base_model.sessions.leave_taints:
-            left = nodes
-        else:
-            asked = session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE)
-            left = nodes & {asked}
-        return any(
-            each.node in left and not (each.is_terminating or {"", CORDON} & each.tolerations)
-            for each in pods_of(self._children.get(name, {}), are_scaled=False)
+        found = taints_to_leave(
+            pods_of(self._children.get(name, {}), are_scaled=False),
+            self._base_model(session["spec"].get("baseModel", "")),
+            dict.fromkeys(nodes, frozenset({CORDON})),
+            session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE),
         )
+        return any(True for _ in found)
 
     def offering(self, model_name: str) -> Manifest | None:
         """Return the BaseModel of a model name: the oldest, if there are several."""
