@@ -63,7 +63,7 @@ EXTERNAL: Json = {
 PLATFORM = Platform(has_kuberay=True, has_device_claims=True)
 """A cluster that serves everything; its nodes are unknown."""
 _RENAMED = {
-    "children": ("children", "live"),
+    "children": ("children", "own"),
     "pods": ("pods", "required"),
     "scaled_pods": ("pods", "scaled"),
     "program_pods": ("pods", "of_program"),
@@ -155,7 +155,7 @@ def observed(**facts: Any) -> Observed:
         ),
         base_model=a_base_model(),
         limits=OwnerLimits(),
-        children=Children(live={}, predecessors={}, has_secret=False),
+        children=Children(own={}, predecessors={}, has_secret=False),
         pods=SessionPods(required=()),
         pool=PoolPlace(),
         platform=PLATFORM,

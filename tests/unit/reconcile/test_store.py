@@ -47,7 +47,7 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
 def children(watched: Watched) -> dict[ChildKey, Any]:
     found = snapshot(watched)
     assert found is not None
-    return dict(found.children.live)
+    return dict(found.children.own)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_child_that_changes_its_session_concerns_both_and_belongs_to_the_new_o
     assert concerned == {"one", "two"}
     assert children(watched) == {}
     assert found is not None
-    assert found.children.live.keys() == {SERVICE}
+    assert found.children.own.keys() == {SERVICE}
 
 
 def test_a_late_event_does_not_overwrite_a_newer_version(watched: Watched) -> None:
@@ -484,7 +484,7 @@ def test_children_of_a_deleted_session_with_the_same_name_are_predecessors(
 
     found = snapshot(watched)
     assert found is not None
-    assert (SERVICE in found.children.live) is is_its_own
+    assert (SERVICE in found.children.own) is is_its_own
     assert (SERVICE in found.children.predecessors) is not is_its_own
 
 

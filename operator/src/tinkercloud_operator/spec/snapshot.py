@@ -172,7 +172,7 @@ class OwnerLimits:
 class Children:
     """The objects that exist for it, except pods."""
 
-    live: Mapping[ChildKey, Manifest]
+    own: Mapping[ChildKey, Manifest]
     """Its children except the Secret, which the operator may only read by name."""
     predecessors: Mapping[ChildKey, Manifest]
     """Remaining children of a deleted session with the same name."""
@@ -193,6 +193,11 @@ class SessionPods:
     failed: Pod | None = None
     """The last pod that failed; None once a replacement is ready. KubeRay deletes failed pods at
     once."""
+
+    @property
+    def live(self) -> list[Pod]:
+        """The required pods that are not terminating."""
+        return [pod for pod in self.required if not pod.is_terminating]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +293,13 @@ class Observed:
     def ray_cluster(self) -> Manifest | None:
         """Its RayCluster."""
         return next(
-            (child for key, child in self.children.live.items() if key.kind == "RayCluster"), None
+            (child for key, child in self.children.own.items() if key.kind == "RayCluster"), None
         )
 
     @property
     def program_job(self) -> Manifest | None:
         """The Job of its program."""
-        return next((child for key, child in self.children.live.items() if key.kind == "Job"), None)
+        return next((child for key, child in self.children.own.items() if key.kind == "Job"), None)
 
     @property
     def is_suspended_by_kueue(self) -> bool:

@@ -77,7 +77,7 @@ def _deadlines(observed: Observed) -> Iterator[Deadline]:
     cluster = observed.ray_cluster
     if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods.required:
         yield from _kuberay_deadline(cluster)
-    children = {**observed.children.live, **observed.children.predecessors}
+    children = {**observed.children.own, **observed.children.predecessors}
     yield from _deletion_deadlines(
         child for key, child in children.items() if key.kind == "RayCluster"
     )

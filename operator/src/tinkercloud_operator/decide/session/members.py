@@ -47,10 +47,9 @@ _LEAST_REMOVAL_SECONDS = 15.0
 
 def reconcile_member(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session that shares a cluster."""
-    resolved = resolve(
-        observed.session.spec, observed.base_model, observed.limits.sessions_of_owner
-    )
-    if observed.session.deleted is not None:
+    session = observed.session
+    resolved = resolve(session.spec, observed.base_model, observed.limits.sessions_of_owner)
+    if session.deleted is not None:
         return _finalize(observed, resolved, settings)
     decision = decision_about(observed, resolved)
     new_status = _status(observed, resolved, decision)
@@ -63,9 +62,7 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
             if request is not None:
                 return reporting_plan(observed, [request], new_status, _RETRY_SECONDS)
             return reporting_plan(observed, [], new_status, seconds)
-        case DesiredState.RUNNING if not observed.session.has_finalizer and _may_have_model(
-            observed
-        ):
+        case DesiredState.RUNNING if not session.has_finalizer and _may_have_model(observed):
             # Before it has a place: what a head holds for it must be dropped when it ends.
             return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
         case _:
@@ -80,7 +77,7 @@ def _delete_children(observed: Observed) -> list[Delete]:
     marker = ChildKey("ConfigMap", Names(observed.session.name).token_secret)
     return [
         Delete(key)
-        for key, child in observed.children.live.items()
+        for key, child in observed.children.own.items()
         if key != marker and "deletionTimestamp" not in child["metadata"]
         if key.kind == "RayCluster" or not observed.has_pods
     ]
@@ -168,23 +165,21 @@ def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepSta
 
 def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[StepStatus]:
     """Yield the status of each step after the first one."""
-    cluster = observed.pool.cluster
+    cluster, spec = observed.pool.cluster, observed.session.spec
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
         # Clients wait for the last checkpoint, which the error then names. The cluster of a pool
         # keeps the model of a suspended session.
-        is_kept = (
-            observed.session.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
-        )
+        is_kept = spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
         is_leaving = _is_leaving(observed) and not is_kept
         reason = Reason.SUSPENDING if is_leaving else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
-    elif cluster is None and observed.session.spec.sharing == "Dedicated":
+    elif cluster is None and spec.sharing == "Dedicated":
         message = (
-            f"cluster {observed.session.spec.pool_cluster} is gone; the session gets its own pods"
-            " when the head of that cluster has ended"
+            f"cluster {spec.pool_cluster} is gone; the session gets its own pods when the head of"
+            " that cluster has ended"
         )
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
     elif cluster is None and observed.limits.quota_message is not None:
@@ -201,7 +196,7 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
         if observed.pool.message is not None:
             place, reason = f"{place}; {observed.pool.message}", Reason.MOVE_FAILED
         yield StepStatus(is_reached=True, reason=reason, message=place)
-        has_others = observed.session.spec.sharing == "Shared"
+        has_others = spec.sharing == "Shared"
         yield from (
             _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]
         )

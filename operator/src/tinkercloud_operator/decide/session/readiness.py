@@ -93,9 +93,7 @@ def _later_steps(
         )
     else:
         yield StepStatus(is_reached=True, reason=Reason.HEAD_SERVING)
-    waiting = [
-        pod.name for pod in observed.pods.required if not pod.is_ready and not pod.is_terminating
-    ]
+    waiting = [pod.name for pod in observed.pods.live if not pod.is_ready]
     if waiting or head is None:
         message = f"loading the model; pods not ready: {', '.join(sorted(waiting)[:4])}"
         yield StepStatus(is_reached=False, reason=Reason.LOADING, message=message)
@@ -185,7 +183,7 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
         message = "waiting for the deletion of the objects of an earlier session with the same name"
         return StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)
     wanted = _wanted_pods(observed, effective)
-    live = [pod for pod in observed.pods.required if not pod.is_terminating]
+    live = observed.pods.live
     running = sum(pod.is_scheduled for pod in live)
     if running < wanted or any(not pod.is_scheduled for pod in live):
         message = f"{running} of {wanted} pods are scheduled"
@@ -240,9 +238,7 @@ def _head_ends(observed: Observed) -> StepStatus | None:
 
 
 def _pod_trouble(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
-    live = sorted(
-        (pod for pod in observed.pods.required if not pod.is_terminating), key=lambda pod: pod.name
-    )
+    live = sorted(observed.pods.live, key=lambda pod: pod.name)
     gone = [observed.pods.failed] if observed.pods.failed is not None else []
     for pod in [*live, *gone]:
         if pod.problem is None:
@@ -295,7 +291,7 @@ def _rejected(message: str) -> StepStatus:
 
 def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool:
     """Return whether all pods exist and are healthy."""
-    live = [pod for pod in observed.pods.required if not pod.is_terminating]
+    live = observed.pods.live
     is_well = all(pod.is_ready and pod.problem is None for pod in live)
     return 0 < len(live) == _wanted_pods(observed, effective) and is_well
 
@@ -303,4 +299,4 @@ def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool
 def _wanted_pods(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
     if isinstance(effective, ResolvedSpec):
         return sum(kind.count for kind in effective.pods)
-    return len([pod for pod in observed.pods.required if not pod.is_terminating])
+    return len(observed.pods.live)

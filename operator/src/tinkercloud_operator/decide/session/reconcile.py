@@ -110,20 +110,15 @@ def _waits_to_start(observed: Observed) -> bool:
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
-    resolved = resolve(
-        observed.session.spec, observed.base_model, observed.limits.sessions_of_owner
-    )
+    spec, limits = observed.session.spec, observed.limits
+    resolved = resolve(spec, observed.base_model, limits.sessions_of_owner)
     if isinstance(resolved, ResolvedSpec):
-        resolved = choices_of_tenant(observed.session.spec, resolved, observed.limits.tenant)
+        resolved = choices_of_tenant(spec, resolved, limits.tenant)
     if isinstance(resolved, ResolvedSpec):
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
         resolved = _check_head_config(observed, resolved, settings)
-    if (
-        isinstance(resolved, ResolvedSpec)
-        and observed.session.spec.program
-        and settings.api_url is None
-    ):
+    if isinstance(resolved, ResolvedSpec) and spec.program and settings.api_url is None:
         message = (
             "spec.program: the operator does not know the API server's URL; set"
             " TINKERCLOUD_OPERATOR_API_URL"
@@ -239,7 +234,7 @@ def _support_actions(observed: Observed, build: Build) -> Iterable[Action]:
         yield CreateSecretMarker(secret)
     for manifest in _support_children(build):
         wanted = _owned(manifest, observed)
-        if not is_up_to_date(wanted, observed.children.live.get(key_of(manifest))):
+        if not is_up_to_date(wanted, observed.children.own.get(key_of(manifest))):
             yield Apply(wanted)
 
 
@@ -255,7 +250,7 @@ def _program_actions(
     """Return what the session's program needs: its Job exists while it is to run."""
     actions: list[Action] = [Delete(key) for key in surplus_of_program(observed, decision)]
     for manifest in program_children(observed, decision, settings, is_ready=is_ready):
-        wanted, live = _owned(manifest, observed), observed.children.live.get(key_of(manifest))
+        wanted, live = _owned(manifest, observed), observed.children.own.get(key_of(manifest))
         # A Job cannot be changed: a running program keeps what it started with.
         is_job = manifest["kind"] == "Job"
         checked = {"metadata": wanted["metadata"]} if is_job else wanted
@@ -359,7 +354,7 @@ def _stop(
         ChildKey("PodDisruptionBudget", Names(observed.session.name).disruption_budget),
         ChildKey("RayCluster", observed.session.name),
     )
-    live = {key: child for key, child in observed.children.live.items() if key in keys}
+    live = {key: child for key, child in observed.children.own.items() if key in keys}
     deletions = [
         Delete(key)
         for key in keys
@@ -377,7 +372,7 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
     if observed.has_pods:
         return
     marker_key = ChildKey("ConfigMap", Names(observed.session.name).token_secret)
-    for key, child in observed.children.live.items():
+    for key, child in observed.children.own.items():
         if key == marker_key or is_of_program(key, observed):
             continue
         if "deletionTimestamp" not in child["metadata"]:

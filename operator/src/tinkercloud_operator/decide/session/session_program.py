@@ -67,7 +67,7 @@ def surplus_of_program(observed: Observed, decision: Decision | None) -> Iterabl
         yield ChildKey("Job", key)
     policy = ChildKey("NetworkPolicy", key)
     is_needed = job is not None or bool(observed.pods.of_program) or not is_over
-    if policy in observed.children.live and not is_needed:
+    if policy in observed.children.own and not is_needed:
         yield policy
 
 

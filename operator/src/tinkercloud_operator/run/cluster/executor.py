@@ -125,7 +125,7 @@ class Executor:
             case CreateSecretMarker():
                 await self._create_secret_marker(observed, action)
             case Delete(key):
-                uid = observed.children.live[key]["metadata"]["uid"]
+                uid = observed.children.own[key]["metadata"]["uid"]
                 await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
             case SaveRequest() | RemoveModel():
                 self._head_saver.submit(observed.session.name, action)
@@ -169,11 +169,8 @@ class Executor:
 
     async def _add_finalizer(self, observed: Observed) -> None:
         # With the uid, the apply cannot recreate a session that was deleted in the meantime.
-        own = {
-            "name": observed.session.name,
-            "uid": observed.session.uid,
-            "finalizers": [labels.FINALIZER],
-        }
+        session = observed.session
+        own = {"name": session.name, "uid": session.uid, "finalizers": [labels.FINALIZER]}
         applied = await self._cluster.apply(
             {"apiVersion": labels.API_VERSION, "kind": "TrainingSession", "metadata": own}
         )
@@ -199,12 +196,11 @@ class Executor:
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        await self.write_status(
-            "TrainingSession", observed.session.name, observed.session.uid, content
-        )
-        metrics.RESTARTS.inc(status.restarts - observed.session.status.restarts)
+        session = observed.session
+        await self.write_status("TrainingSession", session.name, session.uid, content)
+        metrics.RESTARTS.inc(status.restarts - session.status.restarts)
         if _became_ready(observed, status):
-            age = (datetime.now(UTC) - observed.session.created).total_seconds()
+            age = (datetime.now(UTC) - session.created).total_seconds()
             metrics.READY_SECONDS.observe(age)
 
     async def write_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:

@@ -174,7 +174,7 @@ class Watched:
             base_model=base_model,
             limits=self._limits(manifest, session.spec.owner, base_model),
             children=Children(
-                live=_without_pods(children),
+                own=_without_pods(children),
                 predecessors={key: each for key, each in everything.items() if key not in children},
                 has_secret=has_secret(name, children),
             ),
