@@ -56,6 +56,34 @@ def test_no_folder_of_the_product_is_a_hall() -> None:
     assert halls == {}, "divide the folder by subject"
 
 
+def stateful_classes(source: str) -> list[str]:
+    """Return the classes of a module that are neither frozen dataclasses nor enums."""
+    classes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [
+        node.name
+        for node in classes
+        if not any("frozen=True" in ast.unparse(each) for each in node.decorator_list)
+        and not any(ast.unparse(base).endswith("Enum") for base in node.bases)
+    ]
+
+
+@pytest.mark.parametrize("folder", ["children", "decide", "spec"])
+def test_the_folders_in_which_the_operator_decides_hold_no_state(folder: str) -> None:
+    paths = sorted((ROOT / "operator/src/tinkercloud_operator" / folder).rglob("*.py"))
+    found = {path.name: stateful_classes(path.read_text()) for path in paths}
+
+    assert paths
+    assert {name: classes for name, classes in found.items() if classes} == {}, "move them to run/"
+
+
+def test_a_class_that_can_change_is_found() -> None:
+    changing = "@dataclass(slots=True)\nclass Index:\n    names: set[str]\n"
+    frozen = "@dataclass(frozen=True, slots=True)\nclass Claim:\n    names: frozenset[str]\n"
+    chosen = "class Stage(IntEnum):\n    FIRST = 1\n"
+
+    assert stateful_classes(changing + frozen + chosen) == ["Index"]
+
+
 def test_generated_pages_are_up_to_date() -> None:
     subprocess.run([sys.executable, "tools/write_docs.py", "--check"], cwd=ROOT, check=True)
 

@@ -51,6 +51,7 @@ from tinkercloud_testing.sessions import (
     a_base_model,
     a_pod,
     a_session,
+    changed,
     observed,
 )
 
@@ -91,7 +92,7 @@ class World:
         self.offered = base_model
         program = PROGRAM if base_model.programs is not None else None
         spec = a_session(program=program)
-        self.session = observed(base_model=base_model, is_declared=is_declared, spec=spec)
+        self.known = observed(base_model=base_model, is_declared=is_declared, spec=spec)
         self.children: dict[ChildKey, Json] = {}
         self.pods: dict[str, Pod] = {}
         self.program_pods: list[ProgramPod] = []
@@ -111,12 +112,12 @@ class World:
 
     @property
     def status(self) -> TrainingSessionStatus:
-        return self.session.status
+        return self.known.session.status
 
     def observe(self) -> Observed:
         children = copy.deepcopy(self.children)
-        return replace(
-            self.session,
+        return changed(
+            self.known,
             children=children,
             has_secret=has_secret("one", children),
             pods=tuple(self.pods.values()),
@@ -124,10 +125,10 @@ class World:
         )
 
     def change(self, **fields: Any) -> None:
-        self.session = replace(self.session, **fields)
+        self.known = changed(self.known, **fields)
 
     def pass_time(self, seconds: float) -> None:
-        self.change(now=self.session.now + timedelta(seconds=seconds))
+        self.change(now=self.known.now + timedelta(seconds=seconds))
 
     # The operator.
 
@@ -141,7 +142,7 @@ class World:
                 break
             self._do(action)
         refusal = DENIED if self.refuses and any_apply(plan) else None
-        if refusal is not None and self.session.apply_error is None:
+        if refusal is not None and self.known.answers.apply_error is None:
             self.change(apply_error=refusal)
             return plan
         self.change(apply_error=refusal)
@@ -176,7 +177,7 @@ class World:
                 self._ask(action)
             case SetFinalizer(present):
                 self.change(has_finalizer=present)
-                self.is_gone = not present and self.session.deleted is not None
+                self.is_gone = not present and self.known.session.deleted is not None
             case DeleteSession():
                 self.delete()
             case RemoveModel():
@@ -185,7 +186,7 @@ class World:
     def _apply(self, manifest: Mapping[str, Any]) -> None:
         key = ChildKey(manifest["kind"], manifest["metadata"]["name"])
         assert "suspend" not in manifest.get("spec", {}), "Kueue owns spec.suspend"
-        assert manifest["metadata"]["ownerReferences"][0]["uid"] == self.session.uid
+        assert manifest["metadata"]["ownerReferences"][0]["uid"] == self.known.session.uid
         is_queued = labels.QUEUE_LABEL in manifest["metadata"].get("labels", {})
         start: Json = {"spec": {"suspend": True}} if is_queued else {}
         if key == RAY_CLUSTER and key not in self.children:
@@ -211,17 +212,19 @@ class World:
         if error is None:
             error = self.store_error if head.is_started else LOADING_ERROR
         if error is not None:
-            before = self.session.failed_saves.get(key)
+            before = self.known.answers.failed_saves.get(key)
             attempts = before.attempts + 1 if before is not None else 1
-            failure = FailedSave(error, attempts, self.session.now)
-            self.change(failed_saves={**self.session.failed_saves, key: failure})
+            failure = FailedSave(error, attempts, self.known.now)
+            self.change(failed_saves={**self.known.answers.failed_saves, key: failure})
         elif self.ignores_saves:
-            self.change(pending_saves=self.session.pending_saves | {key})
+            self.change(pending_saves=self.known.answers.pending_saves | {key})
         else:
             saved = "tinker://one:train:0/weights/last" if request.kind == "checkpoint" else None
-            self.change(completed_saves={**self.session.completed_saves, key: saved})
-            self.change(pending_saves=self.session.pending_saves - {key})
-            failed = {other: it for other, it in self.session.failed_saves.items() if other != key}
+            self.change(completed_saves={**self.known.answers.completed_saves, key: saved})
+            self.change(pending_saves=self.known.answers.pending_saves - {key})
+            failed = {
+                other: it for other, it in self.known.answers.failed_saves.items() if other != key
+            }
             self.change(failed_saves=failed)
 
     def _unreachable(self) -> str | None:
@@ -283,7 +286,7 @@ class World:
                 stage = ("is_scheduled", "is_started", "is_ready")[stages.index(False)]
                 further: Json = {stage: True}
                 if stage == "is_scheduled":
-                    further["node"] = min(NODES - self.session.node_taints.keys())
+                    further["node"] = min(NODES - self.known.platform.node_taints.keys())
                 self.pods[name] = replace(pod, **further)
                 return
 
@@ -303,7 +306,7 @@ class World:
         if job is None:
             self.program_pods = []
         elif "conditions" not in job.get("status", {}) and not self._running_program():
-            made = timestamp(self.session.now)
+            made = timestamp(self.known.now)
             self.program_pods.append(ProgramPod(made, True, False, None, None, None))
 
     def _running_program(self) -> list[ProgramPod]:
@@ -322,13 +325,13 @@ class World:
         status["failed"] = status.get("failed", 0) + bool(exit_code)
         if exit_code == 0 or status["failed"] > PROGRAMS["backoffLimit"]:
             kind = "Failed" if exit_code else "Complete"
-            now = timestamp(self.session.now)
+            now = timestamp(self.known.now)
             status["conditions"] = [{"type": kind, "status": "True", "lastTransitionTime": now}]
 
     def stop_program(self, *, asked: bool) -> None:
-        if self.session.spec.program is not None:
-            program = self.session.spec.program.model_copy(update={"stop": asked})
-            self.change(spec=self.session.spec.model_copy(update={"program": program}))
+        if self.known.session.spec.program is not None:
+            program = self.known.session.spec.program.model_copy(update={"stop": asked})
+            self.change(spec=self.known.session.spec.model_copy(update={"program": program}))
 
     # Owners, clients and failures.
 
@@ -376,13 +379,13 @@ class World:
             child["spec" if "spec" in child else "data"] = {}
 
     def suspend(self, *, asked: bool) -> None:
-        self.change(spec=self.session.spec.model_copy(update={"suspend": asked}))
+        self.change(spec=self.known.session.spec.model_copy(update={"suspend": asked}))
 
     def ask_for_trainers(self, replicas: int | None) -> None:
         """Let the owner request a number of trainers, or all (None), if there are several."""
         if self.offered.trainer.replicas > 1:
             asked = None if replicas is None else TrainerOverride(replicas=replicas)
-            self.change(spec=self.session.spec.model_copy(update={"trainer": asked}))
+            self.change(spec=self.known.session.spec.model_copy(update={"trainer": asked}))
 
     def shrink_base_model(self) -> None:
         """Reduce the BaseModel to one pod of each kind."""
@@ -402,19 +405,19 @@ class World:
         """Delete running pods, which end when the kubelet works again."""
         for name, pod in self.pods.items():
             if pod.component == component and pod.is_ready:
-                since = pod.disrupted or self.session.now
+                since = pod.disrupted or self.known.now
                 self.pods[name] = replace(pod, is_terminating=True, disrupted=since)
 
     def use(self) -> None:
-        self.change(last_activity=self.session.now)
+        self.change(last_activity=self.known.now)
 
     def retry(self) -> None:
-        self.change(retried=self.session.now)
+        self.change(retried=self.known.now)
 
     def delete(self) -> None:
-        if not self.session.has_finalizer:
+        if not self.known.session.has_finalizer:
             self.is_gone = True
-        self.change(deleted=self.session.deleted or self.session.now)
+        self.change(deleted=self.known.session.deleted or self.known.now)
 
     def set_ignoring_saves(self, *, ignores_saves: bool) -> None:
         self.ignores_saves = ignores_saves

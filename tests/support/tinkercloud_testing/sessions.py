@@ -1,6 +1,8 @@
 """Builders of valid custom resources, and of the operator's snapshots of them."""
 
 from collections.abc import Iterable
+from dataclasses import fields as fields_of
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,9 +12,21 @@ from tinkercloud_crds.conditions import Condition
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.children.pods import Build
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_operator.spec.snapshot import Node, Observed, Pod
+from tinkercloud_operator.spec.snapshot import (
+    Answers,
+    Children,
+    Node,
+    Observed,
+    OwnerLimits,
+    Platform,
+    Pod,
+    PoolPlace,
+    SessionObject,
+    SessionPods,
+)
 
 Json = dict[str, Any]
 
@@ -45,6 +59,30 @@ EXTERNAL: Json = {
     },
 }
 """A sampler's shape with external servers."""
+
+PLATFORM = Platform(has_kuberay=True, has_device_claims=True)
+"""A cluster that serves everything; its nodes are unknown."""
+_RENAMED = {
+    "children": ("children", "own"),
+    "pods": ("pods", "required"),
+    "scaled_pods": ("pods", "scaled"),
+    "program_pods": ("pods", "of_program"),
+    "pool_cluster": ("pool", "cluster"),
+    "pool_message": ("pool", "message"),
+}
+"""Facts whose names say more than the fields of a part of `Observed`."""
+_PARTS = {
+    "session": SessionObject,
+    "limits": OwnerLimits,
+    "children": Children,
+    "pods": SessionPods,
+    "pool": PoolPlace,
+    "platform": Platform,
+    "answers": Answers,
+}
+_PART_OF = {
+    each.name: (part, each.name) for part, kind in _PARTS.items() for each in fields_of(kind)
+} | _RENAMED
 
 PROGRAMS: Json = {"images": ["programs:1", "programs:2"], "backoffLimit": 2}
 """What a BaseModel offers to programs."""
@@ -99,37 +137,59 @@ def a_pod(component: str = "head", **fields: Any) -> Pod:
     return Pod(**values | fields)
 
 
-def observed(**fields: Any) -> Observed:
-    """Return the snapshot of a new session without children."""
-    values: Json = {
-        "name": "one",
-        "namespace": "default",
-        "uid": "uid-of-one",
-        "generation": 1,
-        "created": NOON,
-        "deleted": None,
-        "has_finalizer": False,
-        "is_declared": True,
-        "spec": a_session(),
-        "status": TrainingSessionStatus.model_validate({}),
-        "last_activity": None,
-        "base_model": a_base_model(),
-        "sessions_of_owner": 0,
-        "start_order_message": None,
-        "children": {},
-        "predecessors": {},
-        "has_secret": False,
-        "pods": (),
-        "failed": None,
-        "nodes": None,
-        "has_kuberay": True,
-        "has_device_claims": True,
-        "apply_error": None,
-        "completed_saves": {},
-        "pending_saves": frozenset(),
-        "now": NOON,
-    }
-    return Observed(**values | fields)
+def observed(**facts: Any) -> Observed:
+    """Return the snapshot of a new session without children; facts as in `changed`."""
+    new = Observed(
+        session=SessionObject(
+            name="one",
+            namespace="default",
+            uid="uid-of-one",
+            generation=1,
+            created=NOON,
+            deleted=None,
+            has_finalizer=False,
+            is_declared=True,
+            spec=a_session(),
+            status=TrainingSessionStatus.model_validate({}),
+            last_activity=None,
+        ),
+        base_model=a_base_model(),
+        limits=OwnerLimits(),
+        children=Children(own={}, predecessors={}, has_secret=False),
+        pods=SessionPods(required=()),
+        pool=PoolPlace(),
+        platform=PLATFORM,
+        answers=Answers(),
+        now=NOON,
+    )
+    return changed(new, **facts)
+
+
+def changed(before: Observed, **facts: Any) -> Observed:
+    """Return a snapshot with other facts.
+
+    Args:
+        before: the snapshot.
+        facts: fields of `Observed`, or of one of its parts; those of `_RENAMED` by their names
+            here.
+    """
+    parts: dict[str, Json] = {}
+    whole: Json = {}
+    for name, value in facts.items():
+        part, field = _PART_OF.get(name, ("", name))
+        if part:
+            parts.setdefault(part, {})[field] = value
+        else:
+            whole[field] = value
+    for part, fields in parts.items():
+        whole[part] = replace(getattr(before, part), **fields)
+    return replace(before, **whole)
+
+
+def snapshot(watched: Watched, name: str = "one") -> Observed | None:
+    """Return what the operator knows of a session, on a complete platform at noon."""
+    place = PoolPlace(cluster=watched.pool_cluster(name))
+    return watched.observed(name, pool=place, platform=PLATFORM, answers=Answers(), now=NOON)
 
 
 def a_status(conditions: Iterable[Condition] = (), **fields: Any) -> TrainingSessionStatus:

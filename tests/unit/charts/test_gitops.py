@@ -21,6 +21,7 @@ from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.charts import ROOT, VERSION
 from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.sessions import changed, observed
 
 DEPLOY = ROOT / "deploy"
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -30,17 +31,12 @@ RUNNING = {ChildKey("RayCluster", "one"): {"metadata": {"name": "one"}, "status"
 
 def a_session(**changes: Any) -> Observed:
     """A session that somebody uses and that has no pods yet, changed."""
-    known = Observed(
-        name="one",
+    known = observed(
         namespace="research",
-        uid="11111111",
         generation=3,
         created=NOW - timedelta(minutes=5),
-        deleted=None,
         has_finalizer=True,
-        is_declared=True,
         spec=TrainingSessionSpec(base_model="tiny/llama", owner="somebody"),
-        status=TrainingSessionStatus(conditions=[]),
         last_activity=NOW,
         base_model=BaseModelSpec(
             model_name="tiny/llama",
@@ -48,22 +44,10 @@ def a_session(**changes: Any) -> Observed:
             max_context_length=128,
             head=HeadShape(image="worker"),
         ),
-        sessions_of_owner=0,
-        start_order_message=None,
-        children={},
-        predecessors={},
         has_secret=True,
-        pods=(),
-        failed=None,
-        nodes=None,
-        has_kuberay=True,
-        has_device_claims=True,
-        apply_error=None,
-        completed_saves={},
-        pending_saves=frozenset(),
         now=NOW,
     )
-    return dataclasses.replace(known, **changes)
+    return changed(known, **changes)
 
 
 def a_head(**changes: Any) -> Pod:
@@ -72,14 +56,14 @@ def a_head(**changes: Any) -> Pod:
     return dataclasses.replace(known, **changes)
 
 
-def seen(observed: Observed) -> dict[str, Any]:
+def seen(known: Observed) -> dict[str, Any]:
     """Return the object as the operator would leave it."""
-    status = reconcile(observed, Settings()).status
+    status = reconcile(known, Settings()).status
     assert status is not None
     return {
         "apiVersion": "tinkercloud.dev/v1alpha1",
         "kind": "TrainingSession",
-        "metadata": {"name": observed.name, "generation": observed.generation},
+        "metadata": {"name": known.session.name, "generation": known.session.generation},
         "status": status.model_dump(by_alias=True, exclude_none=True, mode="json"),
     }
 
@@ -113,7 +97,7 @@ FAILED = a_session(
 )
 
 every_state = pytest.mark.parametrize(
-    ("observed", "argo", "flux"),
+    ("known", "argo", "flux"),
     [
         pytest.param(a_session(), "Progressing", "inProgress", id="not started"),
         pytest.param(STARTING, "Progressing", "inProgress", id="starting"),
@@ -161,13 +145,13 @@ def flux_health(manifest: dict[str, Any]) -> str:
 
 
 @every_state
-def test_argo_cd_sees_what_a_session_is_up_to(observed: Observed, argo: str, flux: str) -> None:
-    assert argo_health(seen(observed))["status"] == argo
+def test_argo_cd_sees_what_a_session_is_up_to(known: Observed, argo: str, flux: str) -> None:
+    assert argo_health(seen(known))["status"] == argo
 
 
 @every_state
-def test_flux_sees_what_a_session_is_up_to(observed: Observed, argo: str, flux: str) -> None:
-    assert flux_health(seen(observed)) == flux
+def test_flux_sees_what_a_session_is_up_to(known: Observed, argo: str, flux: str) -> None:
+    assert flux_health(seen(known)) == flux
 
 
 def test_argo_cd_says_why_a_session_is_degraded() -> None:

@@ -331,7 +331,7 @@ def test_the_claim_template_is_created_before_the_pods() -> None:
     [template] = [each for each in applied if each.manifest["kind"] == "ResourceClaimTemplate"]
     assert stage(template) is Stage.SUPPORT
     owners = template.manifest["metadata"]["ownerReferences"]
-    assert [owner["uid"] for owner in owners] == [seen.uid]
+    assert [owner["uid"] for owner in owners] == [seen.session.uid]
 
 
 def test_a_missing_claim_api_is_reported_only_if_a_session_needs_it() -> None:

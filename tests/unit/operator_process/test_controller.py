@@ -21,6 +21,7 @@ from tinkercloud_testing.waiting import reached
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
 BASE_MODELS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/basemodels"
+TENANTS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/tenants"
 SERVICE = "/api/v1/namespaces/default/services/one-head"
 SETTINGS = Settings(max_concurrent=1)
 
@@ -138,10 +139,57 @@ async def test_a_change_that_the_response_to_an_own_write_shows_first_is_reconci
     controller.queue.done(await controller.queue.take())
     event = connection.api.put(f"{SESSIONS}/one", {}, **changed)
 
-    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
     controller.on_event("TrainingSession", "MODIFIED", event)
 
     assert len(controller.queue) == 1
+
+
+def a_session_of_a_limited_tenant(connection: Connection, name: str) -> Json:
+    """Store a session whose tenant may have one; all have the same age, so the name decides."""
+    limited: Json = {"owners": ["ada"], "limits": {"sessions": 1}}
+    tenant = {"apiVersion": labels.API_VERSION, "kind": "Tenant", "spec": limited}
+    connection.api.put(f"{TENANTS}/research", tenant)
+    connection.api.put(f"{BASE_MODELS}/model", a_base_model_manifest())
+    return connection.api.put(f"{SESSIONS}/{name}", a_session_manifest(name))
+
+
+async def test_a_reconciled_session_has_reserved_its_quota(
+    controller: Controller, connection: Connection
+) -> None:
+    connection.api.has_kuberay = False
+    a_session_of_a_limited_tenant(connection, "one")
+    await controller.resync()
+    worker = asyncio.create_task(controller.work())
+    await reached(lambda: f"PATCH {SESSIONS}/one/status" in connection.api.writes)
+    worker.cancel()
+
+    older = a_session_of_a_limited_tenant(connection, "a")
+    controller.note("TrainingSession", older)
+
+    assert not controller.watched.may_start(older)
+
+
+async def test_an_observed_session_has_reserved_nothing(
+    controller: Controller, connection: Connection
+) -> None:
+    a_session_of_a_limited_tenant(connection, "one")
+    await controller.resync()
+    observed = await controller._observe("one")
+    assert observed is not None
+    assert observed.limits.quota_message is None
+
+    older = a_session_of_a_limited_tenant(connection, "a")
+    controller.note("TrainingSession", older)
+
+    assert controller.watched.may_start(older)
+
+
+def test_the_order_of_starts_follows_the_setting(connection: Connection, heads: HeadClient) -> None:
+    unordered = Controller(connection.cluster, heads, Settings(starts_in_order=False))
+
+    assert Controller(connection.cluster, heads, SETTINGS).watched.starts_in_order
+    assert not unordered.watched.starts_in_order
 
 
 async def test_an_own_write_alone_causes_no_reconciliation(
@@ -151,7 +199,7 @@ async def test_an_own_write_alone_causes_no_reconciliation(
     assert observed is not None
     controller.queue.done(await controller.queue.take())
 
-    await controller._executor.write_status("TrainingSession", "one", observed.uid, {})
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
 
     assert len(controller.queue) == 0
 

@@ -57,7 +57,11 @@ class Operator:
         self.pools.note(kind, manifest)
 
     def see(self, kind: str, manifest: Json, **status: Any) -> None:
-        plural = {"BaseModel": "basemodels", "TrainingSession": "trainingsessions"}[kind]
+        plural = {
+            "BaseModel": "basemodels",
+            "TrainingSession": "trainingsessions",
+            "Tenant": "tenants",
+        }[kind]
         path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
         self._note(kind, self.api.put(path, manifest | {"status": status}))
 
@@ -68,6 +72,10 @@ class Operator:
     def see_session(self, name: str = "one", **spec: Any) -> None:
         session = a_session_manifest(name, modelId=f"{name}:train:0", **spec)
         self.see("TrainingSession", session)
+
+    def promises(self, session: str) -> bool:
+        self.spares.promise(session)
+        return self.spares.is_promised(session)
 
     def known(self, name: str) -> Json:
         return dict(self.watched.sessions[name])
@@ -105,7 +113,7 @@ async def test_the_spare_belongs_to_the_session_before_the_session_uses_it(
 ) -> None:
     operator.see_spare()
     operator.see_session()
-    assert operator.spares.is_promised("one")
+    assert operator.promises("one")
 
     with operator.working():
         await reached(lambda: operator.known("one")["spec"].get("poolCluster") == "spare-a")
@@ -115,7 +123,26 @@ async def test_the_spare_belongs_to_the_session_before_the_session_uses_it(
     [owner] = operator.known("spare-a")["metadata"]["ownerReferences"]
     assert owner["uid"] == operator.known("one")["metadata"]["uid"]
     assert "one" in operator.reconciled
-    assert not operator.spares.is_promised("one")
+    assert not operator.promises("one")
+
+
+async def test_the_quota_of_a_session_is_reserved_before_it_takes_over_a_spare(
+    operator: Operator,
+) -> None:
+    limited = {"owners": ["ada"], "limits": {"sessions": 1}}
+    tenant = {"metadata": {"name": "research"}, "spec": limited}
+    operator.see("Tenant", {"apiVersion": labels.API_VERSION, "kind": "Tenant", **tenant})
+    operator.api.refused["spare-a"] = 500
+    operator.see_spare()
+    operator.see_session("one")
+
+    with operator.working():
+        await reached(lambda: operator.wrote(f"PATCH {SESSIONS}/spare-a"))
+
+    # All objects have the same age here, so the name decides which one comes first.
+    operator.see_session("a")
+    assert not operator.watched.may_start(operator.known("a"))
+    assert operator.watched.may_start(operator.known("one"))
 
 
 @pytest.mark.parametrize("status", [409, 500], ids=["conflict", "no answer"])
@@ -142,14 +169,14 @@ async def test_a_spare_whose_takeover_is_rejected_holds_up_neither_spares_nor_se
     operator.api.refused["spare-a"] = 403
     operator.see_spare()
     operator.see_session()
-    assert operator.spares.is_promised("one")
+    assert operator.promises("one")
 
     with operator.working():
         await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
         await reached(lambda: "one" in operator.reconciled)
 
     assert operator.wrote(f"PATCH {SESSIONS}/spare-a")
-    assert not operator.spares.is_promised("one")
+    assert not operator.promises("one")
     assert "poolCluster" not in operator.known("one")["spec"]
 
 
@@ -159,7 +186,7 @@ async def test_a_session_that_is_rejected_with_its_spare_starts_pods_of_its_own(
     operator.api.refused["one"] = 422
     operator.see_spare()
     operator.see_session()
-    assert operator.spares.is_promised("one")
+    assert operator.promises("one")
 
     with operator.working():
         await reached(lambda: "one" in operator.reconciled)
@@ -167,7 +194,7 @@ async def test_a_session_that_is_rejected_with_its_spare_starts_pods_of_its_own(
         await reached(lambda: operator.wrote(f"DELETE {SESSIONS}/spare-a"))
 
     assert operator.wrote(f"PATCH {SESSIONS}/one")
-    assert not operator.spares.is_promised("one")
+    assert not operator.promises("one")
 
 
 async def test_what_was_rejected_is_looked_at_again_although_nothing_changes(
@@ -188,8 +215,8 @@ async def test_a_session_that_a_spare_does_not_fit_is_promised_none(operator: Op
     operator.see_session("full", lora=None)
     operator.see_session("queued", queueName="research")
 
-    assert not operator.spares.is_promised("full")
-    assert not operator.spares.is_promised("queued")
+    assert not operator.promises("full")
+    assert not operator.promises("queued")
 
 
 async def test_a_waiting_session_of_another_base_model_ends_the_spare(operator: Operator) -> None:

@@ -142,9 +142,9 @@ def test_a_deleted_session_loses_its_finalizer_in_bounded_time(
 
     events = iter(head)
     patience = SETTINGS.last_checkpoint_seconds + 6
-    end = world.session.now + timedelta(seconds=patience)
+    end = world.known.now + timedelta(seconds=patience)
     while not world.is_gone:
-        assert world.session.now <= end
+        assert world.known.now <= end
         plan = world.operate()
         world.happen(next(events))
         world.pass_time(min(plan.requeue_after_seconds or 0, 4))

@@ -10,7 +10,7 @@ from tinkercloud_operator.decide.read.parsing import pod, slim
 from tinkercloud_operator.decide.session.lifetime import decide
 from tinkercloud_operator.spec.snapshot import Pod
 from tinkercloud_testing.session_world import a_world
-from tinkercloud_testing.sessions import Json, a_pod, observed
+from tinkercloud_testing.sessions import Json, a_pod, changed, observed
 
 CORDONED = {"node-0": frozenset({CORDON})}
 
@@ -59,7 +59,7 @@ def test_a_pool_cluster_whose_runs_are_moved_keeps_its_pods_until_they_have_left
     leaves = observed(pods=(replace(a_pod("head"), node="node-0"),), node_taints=CORDONED)
 
     assert decide(leaves, None, None).desired == "Suspended"
-    assert decide(replace(leaves, is_emptied=True), None, None).desired == "Running"
+    assert decide(changed(leaves, is_emptied=True), None, None).desired == "Running"
 
 
 def a_pod_that_tolerates(*tolerations: Json) -> Pod:

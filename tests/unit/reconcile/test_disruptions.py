@@ -48,12 +48,12 @@ def test_the_condition_says_what_disrupts_the_session(event: str) -> None:
 
 def seconds_until_deletion(world: World) -> float:
     """Let the operator look every second; return when the RayCluster is deleted."""
-    start = world.session.now
+    start = world.known.now
     while "deletionTimestamp" not in world.children[RAY_CLUSTER]["metadata"]:
         world.operate()
         world.pass_time(1)
-        assert (world.session.now - start).total_seconds() < 2 * STOP_SECONDS
-    return (world.session.now - start).total_seconds()
+        assert (world.known.now - start).total_seconds() < 2 * STOP_SECONDS
+    return (world.known.now - start).total_seconds()
 
 
 @pytest.mark.parametrize("event", NOTICES)

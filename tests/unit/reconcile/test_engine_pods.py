@@ -33,6 +33,7 @@ from tinkercloud_testing.sessions import (
     a_base_model,
     a_pod,
     a_session,
+    changed,
     observed,
 )
 
@@ -138,7 +139,7 @@ def test_the_number_stays_within_its_bounds(
 def test_a_session_is_ready_without_the_engines_beyond_the_minimum() -> None:
     offer = an_offer()
     starting = replace(a_pod("sampler"), name="sampler-9", is_ready=False, is_scheduled=False)
-    session = replace(running(offer, 2), scaled_pods=(starting,))
+    session = changed(running(offer, 2), scaled_pods=(starting,))
 
     status = reconcile(session, Settings()).status
 

@@ -21,8 +21,8 @@ STOPS = ["its owner suspends it", "half an hour passes", "a node is cordoned"]
 
 def operate_for(world: World, seconds: float) -> int:
     """Let the operator look whenever it wants to; return the number of save requests."""
-    end, asked = world.session.now.timestamp() + seconds, 0
-    while world.session.now.timestamp() < end and not world.is_gone:
+    end, asked = world.known.now.timestamp() + seconds, 0
+    while world.known.now.timestamp() < end and not world.is_gone:
         plan = world.operate()
         asked += any(isinstance(action, SaveRequest) for action in plan.actions)
         pause = plan.requeue_after_seconds
@@ -70,7 +70,7 @@ def test_a_head_that_loads_after_it_was_killed_is_waited_for_if_its_disk_may_hav
     operate_for(world, 20)
 
     assert kept
-    assert world.session.completed_saves, "the head was not asked once it had loaded"
+    assert world.known.answers.completed_saves, "the head was not asked once it had loaded"
 
 
 def test_a_head_that_loads_and_keeps_no_journals_is_not_waited_for() -> None:
@@ -171,7 +171,7 @@ def test_a_session_that_ends_waits_as_long_as_its_base_model_says(event: str) ->
 def test_a_session_whose_lifetime_ends_while_it_can_not_be_saved_gets_the_full_time_again() -> None:
     world = a_world("short life", "it settles", "the store is away", "its owner suspends it")
     operate_for(world, 900)
-    world.pass_time(2 * HOUR - (world.session.now - world.session.created).total_seconds())
+    world.pass_time(2 * HOUR - (world.known.now - world.known.session.created).total_seconds())
 
     operate_for(world, SETTINGS.stop_seconds_of(None) - 2)
     kept = is_kept(world)
@@ -205,12 +205,12 @@ def test_what_a_save_request_needs_is_created_again_while_a_session_stops(
     lost: str, role: str, stop: str
 ) -> None:
     world = a_world("workers", "it settles")
-    world.change(spec=world.session.spec.model_copy(update={"role": role}))
+    world.change(spec=world.known.session.spec.model_copy(update={"role": role}))
     world.happen("the operator reconciles", stop, lost)
 
     operate_for(world, 40)
 
-    assert world.session.completed_saves, world.session.failed_saves
+    assert world.known.answers.completed_saves, world.known.answers.failed_saves
     assert world.is_gone or not is_kept(world)
 
 
@@ -225,7 +225,7 @@ def test_all_that_pods_need_is_kept_while_a_save_takes_long(stop: str) -> None:
     operate_for(world, 2)
 
     assert set(world.children) == kept
-    assert world.observe().has_secret
+    assert world.observe().children.has_secret
 
 
 def test_a_session_whose_pods_end_gets_nothing_back_that_is_deleted() -> None:

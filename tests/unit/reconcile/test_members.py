@@ -19,7 +19,7 @@ from tinkercloud_operator.decide.session.actions import (
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import Observed, PoolCluster
 from tinkercloud_testing.session_world import SETTINGS, World
-from tinkercloud_testing.sessions import NOON, a_base_model, a_session, observed
+from tinkercloud_testing.sessions import NOON, a_base_model, a_session, changed, observed
 
 SHARED = a_base_model(sharing="Shared")
 RUN = a_session(sharing="Shared", modelId="one:train:0")
@@ -67,7 +67,9 @@ def test_a_suspended_run_on_a_cluster_is_settled_although_the_head_keeps_its_mod
 def test_what_was_started_before_a_spare_was_taken_over_is_deleted_once_its_pods_are_gone() -> None:
     world = World(a_base_model(warm_spares=1), is_declared=False)
     world.settle()
-    spare = world.session.spec.model_copy(update={"model_id": "one:train:0", "pool_cluster": "s"})
+    spare = world.known.session.spec.model_copy(
+        update={"model_id": "one:train:0", "pool_cluster": "s"}
+    )
     world.change(spec=spare, pool_cluster=a_cluster())
 
     world.operate()
@@ -91,8 +93,8 @@ def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     failed = a_run(a_cluster(), pool_message="the store is full", status=served.status)
     plan = reconcile(failed, SETTINGS)
     assert plan.status is not None
-    reported = replace(failed, status=plan.status)
-    over = reconcile(replace(reported, pool_message=None), SETTINGS)
+    reported = changed(failed, status=plan.status)
+    over = reconcile(changed(reported, pool_message=None), SETTINGS)
 
     kind = ConditionType.QUOTA_RESERVED
     assert condition_of(plan) == ("True", Reason.READY)
@@ -180,7 +182,7 @@ def test_a_deleted_run_is_removed_from_its_head_before_the_finalizer_is() -> Non
 
     assert reconcile(deleted, SETTINGS).actions == (request,)
     saved = {("remove", "head-0"): "tinker://one:train:0/weights/last"}
-    done = reconcile(replace(deleted, completed_saves=saved), SETTINGS)
+    done = reconcile(changed(deleted, completed_saves=saved), SETTINGS)
     assert done.actions == (SetFinalizer(present=False),)
 
 
@@ -189,7 +191,7 @@ def test_a_deletion_waits_for_a_head_that_restarts_for_a_limited_time() -> None:
     deleted = a_run(a_cluster(endpoint=None), deleted=NOON)
 
     assert reconcile(deleted, SETTINGS).actions == ()
-    late = reconcile(replace(deleted, now=NOON + limit), SETTINGS)
+    late = reconcile(changed(deleted, now=NOON + limit), SETTINGS)
     assert late.actions == (SetFinalizer(present=False),)
     never_placed = reconcile(a_run(deleted=NOON), SETTINGS)
     assert never_placed.actions == (SetFinalizer(present=False),)

@@ -9,31 +9,21 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.program_fields import Program, ProgramStatus
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
 from tinkercloud_testing.sessions import (
-    NOON,
     PROGRAM,
     Json,
     a_base_model,
     a_session,
     a_session_manifest,
     observed,
+    snapshot,
 )
 
 POLICY = ChildKey("NetworkPolicy", "one-program")
 LOOKS = ["the operator reconciles"] * 2
-SURROUNDINGS = Surroundings(
-    has_kuberay=True,
-    has_device_claims=True,
-    starts_in_order=True,
-    nodes=None,
-    apply_error=None,
-    completed_saves={},
-    pending_saves=frozenset(),
-    now=NOON,
-)
 
 
 def program(world: World) -> ProgramStatus:
@@ -118,7 +108,7 @@ def test_another_id_replaces_a_program_that_has_ended() -> None:
     world = a_world("program", "it settles", "the program succeeds", "it settles")
     changed = Program.model_validate(PROGRAM | {"id": "another"})
 
-    world.change(spec=world.session.spec.model_copy(update={"program": changed}))
+    world.change(spec=world.known.session.spec.model_copy(update={"program": changed}))
     world.settle()
 
     assert program(world).id == "another"
@@ -128,7 +118,7 @@ def test_another_id_replaces_a_program_that_has_ended() -> None:
 def test_a_removed_program_leaves_nothing() -> None:
     world = a_world("program", "it settles")
 
-    world.change(spec=world.session.spec.model_copy(update={"program": None}))
+    world.change(spec=world.known.session.spec.model_copy(update={"program": None}))
     world.settle()
 
     assert world.status.program is None
@@ -252,11 +242,11 @@ def test_pods_of_programs_are_no_pods_of_their_session() -> None:
 
     concerned = watched.note("Pod", a_pod_manifest(phase="Running", containerStatuses=running))
 
-    seen = watched.observed("one", SURROUNDINGS)
+    seen = snapshot(watched)
     assert concerned == {"one"}
     assert seen is not None
-    assert (seen.pods, len(seen.program_pods), seen.has_pods) == ((), 1, False)
+    assert (seen.pods.required, len(seen.pods.of_program), seen.has_pods) == ((), 1, False)
     watched.replace("Pod", [], version=9)
-    seen = watched.observed("one", SURROUNDINGS)
+    seen = snapshot(watched)
     assert seen is not None
-    assert seen.program_pods == ()
+    assert seen.pods.of_program == ()

@@ -1,6 +1,5 @@
 """The life of a session: saves, suspension, resume, finish and deletion."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,7 +19,7 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.snapshot import ChildKey, PodProblem
 from tinkercloud_testing.session_conditions import is_true
 from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
-from tinkercloud_testing.sessions import a_session, a_status, observed
+from tinkercloud_testing.sessions import a_session, a_status, changed, observed
 
 
 @pytest.mark.parametrize("head", ["the head stops responding", "the store is away"])
@@ -29,7 +28,7 @@ def test_the_last_save_request_of_a_session_is_repeated_but_not_forever(
     event: str, head: str
 ) -> None:
     world = a_world("short life", "it settles", head, event, "a client sends a request")
-    began = world.session.now
+    began = world.known.now
 
     asked = 0
     while not (world.is_gone or "deletionTimestamp" in world.children[RAY_CLUSTER]["metadata"]):
@@ -39,7 +38,7 @@ def test_the_last_save_request_of_a_session_is_repeated_but_not_forever(
 
     patience = max(SETTINGS.last_checkpoint_seconds, SETTINGS.stop_seconds_of(None))
     assert asked > 2
-    assert (world.session.now - began).total_seconds() <= patience
+    assert (world.known.now - began).total_seconds() <= patience
 
 
 @pytest.mark.parametrize(
@@ -323,7 +322,7 @@ def test_the_same_event_is_posted_once() -> None:
     assert plan.event is not None
     assert plan.event.is_warning
 
-    again = reconcile(replace(refused, status=plan.status or a_status()), SETTINGS)
+    again = reconcile(changed(refused, status=plan.status or a_status()), SETTINGS)
 
     assert again == Plan()
 

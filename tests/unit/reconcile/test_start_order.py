@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.decide.tenancy.start_order import claim, compete
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
+from tinkercloud_operator.decide.tenancy.device_claims import claim, compete
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (
     ENGINES,
     MODEL_NAME,
-    NOON,
     TRAINERS,
     Json,
     a_base_model,
     a_base_model_manifest,
     a_session,
     a_session_manifest,
+    snapshot,
 )
 
 HALF: Json = {"trainer": TRAINERS, "sampler": ENGINES}
@@ -92,20 +92,14 @@ class Queue:
             name
         }
 
-    def turn(self, name: str, *, in_order: bool = True) -> str | None:
-        surroundings = Surroundings(
-            has_kuberay=True,
-            has_device_claims=True,
-            starts_in_order=in_order,
-            nodes=None,
-            apply_error=None,
-            completed_saves={},
-            pending_saves=frozenset(),
-            now=NOON,
-        )
-        found = self.watched.observed(name, surroundings)
+    def turn(self, name: str) -> str | None:
+        self.watched.admit(name)
+        return self.read_turn(name)
+
+    def read_turn(self, name: str) -> str | None:
+        found = snapshot(self.watched, name)
         assert found is not None
-        return found.start_order_message
+        return found.limits.start_order_message
 
 
 def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -> None:
@@ -118,6 +112,18 @@ def test_the_younger_of_two_competing_sessions_waits_and_names_the_older_one() -
         "waiting for other sessions to be scheduled: 1 session is ahead; TrainingSession first is"
         " next, but not all of its pods are scheduled yet: 1 Insufficient nvidia.com/gpu"
     )
+
+
+def test_reading_whose_turn_it_is_gives_nobody_a_turn() -> None:
+    queue = Queue(**HALF)
+    queue.make("young", second=2)
+    assert queue.read_turn("young") is None
+    assert queue.read_turn("young") is None
+
+    queue.make("old", second=1)
+
+    assert queue.turn("old") is None
+    assert queue.turn("young") is not None
 
 
 def test_a_session_learns_nothing_of_those_of_other_owners_but_their_number() -> None:
@@ -311,7 +317,8 @@ def test_the_order_can_be_switched_off() -> None:
     queue.make("first")
     queue.make("second", second=1)
 
-    assert queue.turn("second", in_order=False) is None
+    queue.watched.starts_in_order = False
+    assert queue.turn("second") is None
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def state(world: World) -> str:
     suspended = find(status.conditions, ConditionType.SUSPENDED)
     if world.is_gone:
         return "Deleted"
-    if world.session.deleted is not None:
+    if world.known.session.deleted is not None:
         return "Deleting"
     if suspended is None or suspended.status == "False":
         return "Finished" if status.phase == "Finished" else "Running"

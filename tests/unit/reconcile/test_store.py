@@ -9,14 +9,15 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed
+from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.sessions import (
     NOON,
     Json,
     a_base_model,
     a_base_model_manifest,
     a_session_manifest,
+    snapshot,
 )
 
 SERVICE = ChildKey("Service", "one-head")
@@ -43,24 +44,10 @@ def service(version: int = 1, uid: str = "s", session: str = "one", **spec: Any)
     return stored({"metadata": metadata, "spec": spec}, version, uid)
 
 
-def snapshot(watched: Watched, name: str = "one") -> Observed | None:
-    surroundings = Surroundings(
-        has_kuberay=True,
-        has_device_claims=True,
-        starts_in_order=True,
-        nodes=None,
-        apply_error=None,
-        completed_saves={},
-        pending_saves=frozenset(),
-        now=NOON,
-    )
-    return watched.observed(name, surroundings)
-
-
 def children(watched: Watched) -> dict[ChildKey, Any]:
     found = snapshot(watched)
     assert found is not None
-    return dict(found.children)
+    return dict(found.children.own)
 
 
 @pytest.fixture
@@ -89,7 +76,7 @@ def test_a_child_that_changes_its_session_concerns_both_and_belongs_to_the_new_o
     assert concerned == {"one", "two"}
     assert children(watched) == {}
     assert found is not None
-    assert found.children.keys() == {SERVICE}
+    assert found.children.own.keys() == {SERVICE}
 
 
 def test_a_late_event_does_not_overwrite_a_newer_version(watched: Watched) -> None:
@@ -203,7 +190,7 @@ def test_older_live_sessions_of_the_same_owner_and_model_are_counted(watched: Wa
     found = snapshot(watched)
 
     assert found is not None
-    assert found.sessions_of_owner == 1
+    assert found.limits.sessions_of_owner == 1
 
 
 def test_session_counts_follow_creation_finish_and_deletion(watched: Watched) -> None:
@@ -225,7 +212,7 @@ def test_session_counts_follow_creation_finish_and_deletion(watched: Watched) ->
         for each in watched.sessions.values():
             found = snapshot(watched, each["metadata"]["name"])
             assert found is not None
-            assert found.sessions_of_owner == count_by_scan(watched, each)
+            assert found.limits.sessions_of_owner == count_by_scan(watched, each)
     assert {item["metadata"]["name"] for item in watched.sessions_of("Qwen/Qwen3-8B")} == set(
         watched.sessions
     )
@@ -264,7 +251,7 @@ def test_the_last_activity_has_kubernetes_time_regardless_of_clock_skew(
 
     found = snapshot(watched)
     assert found is not None
-    assert found.last_activity == NOON - timedelta(minutes=1)
+    assert found.session.last_activity == NOON - timedelta(minutes=1)
 
 
 def test_the_last_activity_of_another_writer_has_its_own_time(watched: Watched) -> None:
@@ -275,7 +262,7 @@ def test_the_last_activity_of_another_writer_has_its_own_time(watched: Watched) 
 
     found = snapshot(watched)
     assert found is not None
-    assert found.last_activity == NOON - timedelta(hours=2)
+    assert found.session.last_activity == NOON - timedelta(hours=2)
 
 
 def test_strings_shared_by_all_sessions_are_stored_once(watched: Watched) -> None:
@@ -335,8 +322,8 @@ def test_a_snapshot_has_deletion_finalizer_and_activity(watched: Watched) -> Non
     found = snapshot(watched)
 
     assert found is not None
-    assert (found.deleted, found.last_activity) == (NOON, NOON)
-    assert (found.has_finalizer, found.generation) == (True, 4)
+    assert (found.session.deleted, found.session.last_activity) == (NOON, NOON)
+    assert (found.session.has_finalizer, found.session.generation) == (True, 4)
 
 
 @pytest.mark.parametrize(
@@ -357,7 +344,7 @@ def test_a_session_is_declared_unless_the_api_server_created_it(
     found = snapshot(watched, "made")
 
     assert found is not None
-    assert found.is_declared is is_declared
+    assert found.session.is_declared is is_declared
 
 
 def test_an_unknown_or_unreadable_session_has_no_snapshot(watched: Watched) -> None:
@@ -374,7 +361,8 @@ def test_status_fields_of_a_newer_version_are_ignored(watched: Watched) -> None:
     found = snapshot(watched)
 
     assert found is not None
-    assert (found.status.incarnation, found.status.finished_time) == ("uid-0", timestamp(NOON))
+    status = found.session.status
+    assert (status.incarnation, status.finished_time) == ("uid-0", timestamp(NOON))
 
 
 def a_ray_cluster(uid: str, version: int, **meta: Any) -> Json:
@@ -408,7 +396,7 @@ def test_a_pod_of_a_deleted_ray_cluster_counts_as_terminating(
     found = snapshot(watched)
 
     assert found is not None
-    assert [pod.is_terminating for pod in found.pods] == [is_going]
+    assert [pod.is_terminating for pod in found.pods.required] == [is_going]
 
 
 def a_trainer(name: str, cluster: str = "its", age: float = 60, **status: Any) -> Json:
@@ -430,7 +418,7 @@ READY: Json = {"conditions": [{"type": "Ready", "status": "True"}]}
 def last_failure(watched: Watched) -> str | None:
     found = snapshot(watched)
     assert found is not None
-    return found.failed.name if found.failed is not None else None
+    return found.pods.failed.name if found.pods.failed is not None else None
 
 
 def test_a_pod_that_failed_and_was_deleted_at_once_is_remembered(watched: Watched) -> None:
@@ -442,7 +430,7 @@ def test_a_pod_that_failed_and_was_deleted_at_once_is_remembered(watched: Watche
 
     found = snapshot(watched)
     assert found is not None
-    assert [pod.name for pod in found.pods] == ["sibling"]
+    assert [pod.name for pod in found.pods.required] == ["sibling"]
     assert last_failure(watched) == "lost"
 
 
@@ -496,8 +484,8 @@ def test_children_of_a_deleted_session_with_the_same_name_are_predecessors(
 
     found = snapshot(watched)
     assert found is not None
-    assert (SERVICE in found.children) is is_its_own
-    assert (SERVICE in found.predecessors) is not is_its_own
+    assert (SERVICE in found.children.own) is is_its_own
+    assert (SERVICE in found.children.predecessors) is not is_its_own
 
 
 def test_managed_fields_are_removed(watched: Watched) -> None:
@@ -549,11 +537,11 @@ def test_a_secret_exists_as_long_as_its_marker_references_it(
     found = snapshot(watched)
     assert concerned == {"one"}
     assert found is not None
-    assert found.has_secret is is_there
+    assert found.children.has_secret is is_there
 
 
 def test_a_session_without_a_marker_has_no_secret(watched: Watched) -> None:
     found = snapshot(watched)
 
     assert found is not None
-    assert not found.has_secret
+    assert not found.children.has_secret

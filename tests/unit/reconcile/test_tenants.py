@@ -1,18 +1,21 @@
 """Sessions wait for the limits of their owner's Tenant, and start when there is room."""
 
+import copy
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tinkercloud_crds.quota_fields import usage
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.decide.session.actions import Apply
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.decide.tenancy.start_order import waits_for_nodes
+from tinkercloud_operator.decide.tenancy.device_claims import waits_for_nodes
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
-from tinkercloud_operator.run.cluster.resource_store import Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import SETTINGS
@@ -24,6 +27,7 @@ from tinkercloud_testing.sessions import (
     a_base_model,
     a_base_model_manifest,
     a_session_manifest,
+    snapshot,
 )
 
 WAITS = [{"type": "QuotaReserved", "status": "False", "reason": "QuotaExceeded"}]
@@ -74,23 +78,17 @@ class Namespace:
         manifest = a_session_manifest(name, **spec)
         return self.note("TrainingSession", manifest, second, is_gone=True)
 
+    def admit(self, name: str) -> Observed:
+        self.watched.admit(name)
+        return self.observe(name)
+
     def observe(self, name: str) -> Observed:
-        surroundings = Surroundings(
-            has_kuberay=True,
-            has_device_claims=True,
-            starts_in_order=True,
-            nodes=None,
-            apply_error=None,
-            completed_saves={},
-            pending_saves=frozenset(),
-            now=NOON,
-        )
-        found = self.watched.observed(name, surroundings)
+        found = snapshot(self.watched, name)
         assert found is not None
         return found
 
     def waits(self, name: str) -> bool:
-        return self.observe(name).quota_message is not None
+        return self.admit(name).limits.quota_message is not None
 
 
 def test_the_second_session_waits_until_the_first_is_gone() -> None:
@@ -100,7 +98,7 @@ def test_the_second_session_waits_until_the_first_is_gone() -> None:
     namespace.make("second", 2)
 
     assert not namespace.waits("first")
-    plan = reconcile(namespace.observe("second"), SETTINGS)
+    plan = reconcile(namespace.admit("second"), SETTINGS)
 
     assert plan.status is not None
     ready = next(each for each in plan.status.conditions if each.type == "Ready")
@@ -121,6 +119,55 @@ def test_two_sessions_never_start_at_once_even_before_their_pods_are_visible() -
 
     assert namespace.waits("a")
     assert not namespace.waits("b")
+
+
+def test_reading_a_session_reserves_nothing_for_it() -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=1)
+    namespace.make("b", 2)
+    for _ in range(2):
+        assert namespace.observe("b").limits.quota_message is None
+        assert namespace.watched.may_start(namespace.watched.sessions["b"])
+
+    namespace.make("a", 1)
+
+    assert not namespace.waits("a")
+    assert namespace.waits("b")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sessions=st.lists(
+        st.tuples(st.sampled_from(["ada", "bob"]), st.integers(0, 9)), min_size=3, max_size=6
+    ),
+    limit=st.integers(1, 3),
+    first=st.integers(0, 4),
+    read=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    chosen=st.randoms(use_true_random=False),
+)
+def test_reading_sessions_in_any_order_changes_neither_quotas_nor_turns(
+    sessions: list[tuple[str, int]], limit: int, first: int, read: list[int], chosen: Any
+) -> None:
+    namespace = Namespace()
+    namespace.limit(sessions=limit)
+    made = {f"s{number}": each for number, each in enumerate(sessions)}
+    names, [late, (owner_of_late, second_of_late)] = [*made][:-1], made.popitem()
+    for name, (owner, second) in made.items():
+        namespace.make(name, second, owner=owner)
+    namespace.admit(names[first % len(names)])
+    unread = copy.deepcopy(namespace)
+
+    for number in read:
+        name = names[number % len(names)]
+        namespace.observe(name)
+        namespace.watched.may_start(namespace.watched.sessions[name])
+
+    for each in (namespace, unread):
+        each.make(late, second_of_late, owner=owner_of_late)
+    order = [*names, late]
+    chosen.shuffle(order)
+    for name in order:
+        assert namespace.admit(name) == unread.admit(name)
 
 
 def test_sessions_of_other_owners_do_not_count() -> None:
@@ -183,7 +230,7 @@ def test_a_model_that_waits_gets_no_place_in_a_pool() -> None:
     namespace.limit(models=0)
     namespace.make("run", 1, **POOL_MEMBER)
 
-    plan = reconcile(namespace.observe("run"), SETTINGS)
+    plan = reconcile(namespace.admit("run"), SETTINGS)
 
     assert plan.status is not None or plan.actions
     assert namespace.waits("run")
@@ -232,7 +279,7 @@ def test_the_status_of_a_tenant_shows_used_and_limit() -> None:
 
 def queue_of(namespace: Namespace, name: str) -> tuple[str | None, str]:
     """Return the queue of a session's RayCluster, and the message of its status."""
-    plan = reconcile(namespace.observe(name), SETTINGS)
+    plan = reconcile(namespace.admit(name), SETTINGS)
     applied = [each.manifest for each in plan.actions if isinstance(each, Apply)]
     labels = [
         each["metadata"].get("labels", {}) for each in applied if each["kind"] == "RayCluster"

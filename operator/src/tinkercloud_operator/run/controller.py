@@ -17,7 +17,7 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.executor import Executor
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.node_taints import NodeTaints
-from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS, Surroundings, Watched
+from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS, Watched
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.cluster.served_definitions import REQUIRED_KINDS, ServedDefinitions
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
@@ -29,7 +29,7 @@ from tinkercloud_operator.run.pool.pool_runner import Pools
 from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_operator.run.pool.tenant_runner import Tenants
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import Node, Observed
+from tinkercloud_operator.spec.snapshot import Answers, Node, Observed, Platform, PoolPlace
 
 log = structlog.get_logger(__name__)
 
@@ -58,7 +58,7 @@ class Controller:
     """The caches and workers of one term of leadership. Belongs to one event loop."""
 
     def __init__(self, cluster: Client, head_client: HeadClient, settings: Settings) -> None:
-        self.watched = Watched()
+        self.watched = Watched(settings.starts_in_order)
         self.queue = WorkQueue()
         self.served = frozenset({*REQUIRED_KINDS, *_OPTIONAL_KINDS})
         """Custom and optional kinds that the cluster serves."""
@@ -274,6 +274,7 @@ class Controller:
 
     async def _reconcile(self, name: str) -> None:
         for _ in range(_MAX_ROUNDS):
+            self._admit(name)
             observed = await self._observe(name)
             if observed is None:
                 return
@@ -285,31 +286,42 @@ class Controller:
             if not is_changed:
                 return
 
+    def _admit(self, name: str) -> None:
+        """Reserve what a session needs to start, before it is decided whether it starts."""
+        self.watched.admit(name)
+        self._spares.promise(name)
+
     async def _observe(self, name: str) -> Observed | None:
-        surroundings = Surroundings(
-            has_kuberay=self.has_kuberay,
-            has_device_claims="ResourceClaimTemplate" in self.served,
-            starts_in_order=self._settings.starts_in_order,
-            nodes=None,
-            apply_error=self._executor.rejection(name),
-            completed_saves=self._head_saver.completed(name),
-            pending_saves=self._head_saver.pending(name),
-            failed_saves=self._head_saver.failed(name),
+        observed = self.watched.observed(
+            name,
+            pool=PoolPlace(
+                cluster=self.watched.pool_cluster(name),
+                message=self._pools.waiting_message(name),
+                takes_spare=self._spares.is_promised(name),
+                is_emptied=self._pools.is_emptied(name),
+            ),
+            platform=Platform(
+                has_kuberay=self.has_kuberay,
+                has_device_claims="ResourceClaimTemplate" in self.served,
+                kuberay_gap=self._definitions.kuberay_gap,
+                own_gap=self._definitions.own_gaps.get("TrainingSession"),
+                node_taints=self._node_taints.by_node,
+            ),
+            answers=Answers(
+                apply_error=self._executor.rejection(name),
+                completed_saves=self._head_saver.completed(name),
+                pending_saves=self._head_saver.pending(name),
+                failed_saves=self._head_saver.failed(name),
+                engines_needed=self._engines.needed(name),
+            ),
             now=datetime.now(UTC),
-            kuberay_gap=self._definitions.kuberay_gap,
-            own_gap=self._definitions.own_gaps.get("TrainingSession"),
-            node_taints=self._node_taints.by_node,
-            pool_message=self._pools.waiting_message(name),
-            takes_spare=self._spares.is_promised(name),
-            engines_needed=self._engines.needed(name),
-            is_emptied=self._pools.is_emptied(name),
         )
-        observed = self.watched.observed(name, surroundings)
-        if observed is None or observed.deleted is not None:
+        if observed is None or observed.session.deleted is not None:
             return observed
-        problems = [pod.problem.reason for pod in observed.pods if pod.problem is not None]
+        problems = [pod.problem.reason for pod in observed.pods.required if pod.problem is not None]
         if Reason.UNSCHEDULABLE in problems:
-            return replace(observed, nodes=await self._all_nodes())
+            platform = replace(observed.platform, nodes=await self._all_nodes())
+            return replace(observed, platform=platform)
         return observed
 
     async def _all_nodes(self) -> tuple[Node, ...] | None:

@@ -13,7 +13,7 @@ import structlog
 from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pods.engine_pods import existing_engines, is_scaled
-from tinkercloud_operator.decide.pool.pool_facts import condition
+from tinkercloud_operator.decide.read.session_facts import condition
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue

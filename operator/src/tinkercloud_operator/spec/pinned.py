@@ -41,11 +41,11 @@ def pinned_spec(observed: Observed) -> ResolvedSpec | None:
         return None
     return ResolvedSpec(
         base_model=description,
-        trainer=description.trainer if observed.spec.role != "Sampler" else None,
+        trainer=description.trainer if observed.session.spec.role != "Sampler" else None,
         sampler=description.sampler,
         placement=description.placement,
-        trains_whole_model=trains_whole_model(observed.spec),
-        plan=observed.status.plan,
+        trains_whole_model=trains_whole_model(observed.session.spec),
+        plan=observed.session.status.plan,
     )
 
 

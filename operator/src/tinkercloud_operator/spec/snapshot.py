@@ -129,8 +129,8 @@ class PoolCluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
-    """One TrainingSession, its children, its surroundings and the current time."""
+class SessionObject:
+    """The TrainingSession itself."""
 
     name: str
     namespace: str
@@ -146,71 +146,130 @@ class Observed:
     status: TrainingSessionStatus
     last_activity: datetime | None
     """When a client last used it, as recorded by the API server."""
-    base_model: BaseModelSpec | None
-    """The active BaseModel of its `spec.baseModel`, if there is one."""
-    sessions_of_owner: int
+    degraded: str | None = None
+    """Why its run is less safe than its BaseModel promises, as the API server has recorded it."""
+    leave_node: str | None = None
+    """The cordoned node that it was asked to leave."""
+    retried: datetime | None = None
+    """When its owner or an administrator last asked to start it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerLimits:
+    """What its owner may use, and what it waits for because of others."""
+
+    sessions_of_owner: int = 0
     """Older live sessions with the same owner and BaseModel."""
-    start_order_message: str | None
+    tenant: TenantSpec | None = None
+    """The Tenant of its owner, if it has one."""
+    quota_message: str | None = None
+    """Which limit of its owner's Tenant it waits for; None if it may start."""
+    start_order_message: str | None = None
     """Why it waits for sessions that compete for the same nodes; None if it may start."""
-    children: Mapping[ChildKey, Manifest]
-    """Live children except the Secret, which the operator may only read by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """The objects that exist for it, except pods."""
+
+    own: Mapping[ChildKey, Manifest]
+    """Its children except the Secret, which the operator may only read by name."""
     predecessors: Mapping[ChildKey, Manifest]
     """Remaining children of a deleted session with the same name."""
     has_secret: bool
     """According to the Secret's marker, which is one of the children."""
-    pods: tuple[Pod, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPods:
+    """Its pods."""
+
+    required: tuple[Pod, ...]
     """Pods that the session needs to be Ready."""
-    failed: Pod | None
+    scaled: tuple[Pod, ...] = ()
+    """Pods of engines beyond the minimum."""
+    of_program: tuple[ProgramPod, ...] = ()
+    """Pods of its program."""
+    failed: Pod | None = None
     """The last pod that failed; None once a replacement is ready. KubeRay deletes failed pods at
     once."""
-    nodes: tuple[Node, ...] | None
-    """All nodes; None if the operator may not list them or should not check their capacity."""
+
+    @property
+    def live(self) -> list[Pod]:
+        """The required pods that are not terminating."""
+        return [pod for pod in self.required if not pod.is_terminating]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlace:
+    """Its place on a pool cluster or a warm spare, or its pool if it is a cluster of one."""
+
+    cluster: PoolCluster | None = None
+    """The cluster that `spec.poolCluster` names, if it exists."""
+    message: str | None = None
+    """Why it has no place in a pool, or could not be moved from it; None if neither is so."""
+    takes_spare: bool = False
+    """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
+    is_emptied: bool = False
+    """Whether its pool is moving its sessions to other clusters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """What the Kubernetes cluster offers to all sessions."""
+
     has_kuberay: bool
     """Whether the cluster serves the RayCluster API."""
     has_device_claims: bool
     """Whether the cluster serves ResourceClaimTemplates (resource.k8s.io/v1)."""
-    apply_error: str | None
-    """Why the API server rejected a child in the last attempt, if it did."""
-    completed_saves: Mapping[SaveKey, str | None]
-    """Saves that completed since this process started, each with the last checkpoint, if it created
-    one."""
-    pending_saves: frozenset[SaveKey]
-    """Saves that are in progress."""
-    now: datetime
-    degraded: str | None = None
-    """Why its run is less safe than its BaseModel promises, as the API server has recorded it."""
     kuberay_gap: str | None = None
     """What the served RayCluster CRD lacks, if anything."""
     own_gap: str | None = None
     """What the served TrainingSession CRD lacks, if anything."""
+    nodes: tuple[Node, ...] | None = None
+    """All nodes; None if the operator may not list them or should not check their capacity."""
     node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Keys of the taints that keep new pods off a node, by node; nodes without any may be missing.
     A cordon is one of them."""
-    leave_node: str | None = None
-    """The cordoned node that it was asked to leave."""
-    program_pods: tuple[ProgramPod, ...] = ()
-    """Pods of its program, which are not among `pods`."""
-    pool_cluster: PoolCluster | None = None
-    """The cluster that `spec.poolCluster` names, if it exists."""
-    pool_message: str | None = None
-    """Why it has no place in a pool, or could not be moved from it; None if neither is so."""
-    takes_spare: bool = False
-    """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
-    quota_message: str | None = None
-    """Which limit of its owner's Tenant it waits for; None if it may start."""
-    tenant: TenantSpec | None = None
-    """The Tenant of its owner, if it has one."""
-    is_emptied: bool = False
-    """Whether its pool is moving its sessions to other clusters."""
-    scaled_pods: tuple[Pod, ...] = ()
-    """Pods of engines beyond the minimum, which are not among `pods`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What the API server and the session's heads have answered to this process."""
+
+    apply_error: str | None = None
+    """Why the API server rejected a child in the last attempt, if it did."""
+    completed_saves: Mapping[SaveKey, str | None] = field(default_factory=dict)
+    """Saves that completed since this process started, each with the last checkpoint, if it created
+    one."""
+    pending_saves: frozenset[SaveKey] = frozenset()
+    """Saves that are in progress."""
+    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
+    """Saves that have failed, and not completed since."""
     engines_needed: int | None = None
     """Number of engines that its head needs now; None if it needs those that exist, or has not
     answered."""
-    retried: datetime | None = None
-    """When its owner or an administrator last asked to start it again."""
-    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
-    """Saves that have failed, and not completed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """One TrainingSession, its children, its surroundings and the current time."""
+
+    session: SessionObject
+    base_model: BaseModelSpec | None
+    """The active BaseModel of its `spec.baseModel`, if there is one."""
+    limits: OwnerLimits
+    children: Children
+    pods: SessionPods
+    pool: PoolPlace
+    platform: Platform
+    answers: Answers
+    now: datetime
+
+    @property
+    def is_member(self) -> bool:
+        """Whether a pool cluster or a taken spare serves it, so that it needs no pods."""
+        return self.session.spec.sharing == "Shared" or self.session.spec.pool_cluster is not None
 
     @property
     def failed_save(self) -> FailedSave | None:
@@ -218,34 +277,29 @@ class Observed:
         if self.head is None:
             return None
         failed = (
-            self.failed_saves.get((kind, self.head.incarnation))
+            self.answers.failed_saves.get((kind, self.head.incarnation))
             for kind in ("suspend", "checkpoint")
         )
         found = [each for each in failed if each is not None]
         return max(found, key=lambda each: each.moment, default=None)
 
     @property
-    def has_predecessors(self) -> bool:
-        """Whether children of a deleted session with the same name remain."""
-        return bool(self.predecessors)
-
-    @property
     def head(self) -> Pod | None:
         """The head's pod; a terminating one only if there is no other."""
-        heads = [pod for pod in self.pods if pod.component == "head"]
+        heads = [pod for pod in self.pods.required if pod.component == "head"]
         return min(heads, key=lambda pod: pod.is_terminating, default=None)
 
     @property
     def ray_cluster(self) -> Manifest | None:
         """Its RayCluster."""
         return next(
-            (child for key, child in self.children.items() if key.kind == "RayCluster"), None
+            (child for key, child in self.children.own.items() if key.kind == "RayCluster"), None
         )
 
     @property
     def program_job(self) -> Manifest | None:
         """The Job of its program."""
-        return next((child for key, child in self.children.items() if key.kind == "Job"), None)
+        return next((child for key, child in self.children.own.items() if key.kind == "Job"), None)
 
     @property
     def is_suspended_by_kueue(self) -> bool:
@@ -256,4 +310,4 @@ class Observed:
     @property
     def has_pods(self) -> bool:
         """Whether it has pods or a RayCluster, which creates pods."""
-        return bool(self.pods or self.scaled_pods) or self.ray_cluster is not None
+        return bool(self.pods.required or self.pods.scaled) or self.ray_cluster is not None

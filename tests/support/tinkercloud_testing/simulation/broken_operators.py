@@ -108,7 +108,9 @@ def _writes_every_second() -> Iterator[None]:
 
     def restless(observed: Observed, settings: Any) -> Plan:
         plan = reconcile(observed, settings)
-        return replace(plan, status=plan.status or observed.status, requeue_after_seconds=1.0)
+        return replace(
+            plan, status=plan.status or observed.session.status, requeue_after_seconds=1.0
+        )
 
     with patch.object(controller, "reconcile", restless):
         yield

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
-from tinkercloud_operator.decide.pool.pool_facts import condition
+from tinkercloud_operator.decide.read.session_facts import condition
 from tinkercloud_testing.simulation.api_server import ApiServer, Json
 from tinkercloud_testing.simulation.clients import Client, Run
 from tinkercloud_testing.simulation.connection import HeadUnreachable, Network

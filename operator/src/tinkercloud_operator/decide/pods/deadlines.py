@@ -70,18 +70,18 @@ def awaited_head(observed: Observed) -> Pod | None:
     cluster = observed.ray_cluster
     if cluster is not None and "deletionTimestamp" not in cluster["metadata"]:
         return None
-    return ending_head(observed.pods, observed.now)
+    return ending_head(observed.pods.required, observed.now)
 
 
 def _deadlines(observed: Observed) -> Iterator[Deadline]:
     cluster = observed.ray_cluster
-    if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods:
+    if cluster is not None and not observed.is_suspended_by_kueue and not observed.pods.required:
         yield from _kuberay_deadline(cluster)
-    children = {**observed.children, **observed.predecessors}
+    children = {**observed.children.own, **observed.children.predecessors}
     yield from _deletion_deadlines(
         child for key, child in children.items() if key.kind == "RayCluster"
     )
-    for pod in observed.pods:
+    for pod in observed.pods.required:
         yield from _pod_deadline(pod)
 
 

@@ -5,11 +5,11 @@ session's disruption budget. A notice does not wait: the pod or its node ends at
 the pods are deleted after the time to save, with or without a save.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
-from tinkercloud_crds.base_model import CORDON, DRAINING_TAINTS, ENDING_TAINTS
+from tinkercloud_crds.base_model import CORDON, DRAINING_TAINTS, ENDING_TAINTS, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.spec.snapshot import Observed, Pod
 
@@ -33,7 +33,7 @@ def notice(observed: Observed, stopping_since: datetime | None) -> Notice | None
         observed: the observed session.
         stopping_since: when it started to stop, by its last status; None if it did not.
     """
-    suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
+    suspended = find(observed.session.status.conditions, ConditionType.SUSPENDED)
     if stopping_since is not None and observed.ray_cluster is None:
         return None
     evicted = _evicted_pod(observed)
@@ -79,7 +79,7 @@ def _evicted_pod(observed: Observed) -> Pod | None:
     head, cluster = observed.head, observed.ray_cluster
     if head is None or head.is_terminating or not head.is_started:
         return None
-    if head.incarnation != observed.status.served_incarnation:
+    if head.incarnation != observed.session.status.served_incarnation:
         return None
     if cluster is None or "deletionTimestamp" in cluster["metadata"]:
         return None
@@ -87,26 +87,46 @@ def _evicted_pod(observed: Observed) -> Pod | None:
         return None
     going = [
         pod
-        for pod in observed.pods
+        for pod in observed.pods.required
         if pod.disrupted is not None and pod.component in _STATEFUL
         if not (pod.component == "head" and pod.is_terminating)
     ]
     return min(going, key=lambda pod: pod.name, default=None)
 
 
-def _taints_to_leave(observed: Observed) -> Iterator[tuple[Pod, str]]:
-    """Yield pods, each with a taint of its node because of which it must leave."""
-    base_model = observed.base_model
+def taints_to_leave(
+    pods: Iterable[Pod],
+    base_model: BaseModelSpec | None,
+    node_taints: Mapping[str, frozenset[str]],
+    leave_node: str | None,
+) -> Iterator[tuple[Pod, str]]:
+    """Yield pods, each with a taint of its node because of which it must leave.
+
+    Args:
+        pods: the pods that a session needs.
+        base_model: the session's BaseModel, if it exists.
+        node_taints: keys of the taints that keep new pods off a node, by node.
+        leave_node: the cordoned node that the session was asked to leave, if any.
+    """
     leaves = frozenset(
         base_model.sessions.leave_taints
         if base_model is not None
         else (*DRAINING_TAINTS, *ENDING_TAINTS)
     )
-    for pod in sorted(observed.pods, key=lambda pod: pod.node or ""):
+    for pod in sorted(pods, key=lambda pod: pod.node or ""):
         # A pod that tolerates the taint could be scheduled to the same node again.
         if pod.node is None or pod.is_terminating or "" in pod.tolerations:
             continue
-        wanted = leaves | {CORDON} if pod.node == observed.leave_node else leaves
-        found = observed.node_taints.get(pod.node, frozenset())
+        wanted = leaves | {CORDON} if pod.node == leave_node else leaves
+        found = node_taints.get(pod.node, frozenset())
         for taint in sorted((found & wanted) - pod.tolerations):
             yield pod, taint
+
+
+def _taints_to_leave(observed: Observed) -> Iterator[tuple[Pod, str]]:
+    return taints_to_leave(
+        observed.pods.required,
+        observed.base_model,
+        observed.platform.node_taints,
+        observed.session.leave_node,
+    )

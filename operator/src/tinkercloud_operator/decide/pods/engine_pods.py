@@ -15,8 +15,8 @@ _SAMPLER = "sampler"
 
 def engine_pods(observed: Observed, resolved: ResolvedSpec) -> int:
     """Return how many engine pods a session should have now."""
-    existing = existing_engines(observed.ray_cluster)
-    wanted = existing if observed.engines_needed is None else observed.engines_needed
+    needed = observed.answers.engines_needed
+    wanted = existing_engines(observed.ray_cluster) if needed is None else needed
     return min(max(wanted, resolved.samplers), resolved.most_samplers)
 
 

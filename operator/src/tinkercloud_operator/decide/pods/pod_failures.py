@@ -22,7 +22,7 @@ _MOST_RESTARTS = 50
 
 def current_failure(observed: Observed) -> Failing | None:
     """Return the recorded failure, unless the session was retried after it."""
-    failing = observed.status.failing
+    failing = observed.session.status.failing
     return failing if failing is not None and _counts(observed, failing.since) else None
 
 
@@ -43,7 +43,7 @@ def recent_restarts(observed: Observed, *, has_restarted: bool) -> list[str]:
     Those before the window of `sessions.maxRestarts` are removed when the head exits again: the
     passing of time alone changes no status.
     """
-    known = [each for each in observed.status.recent_restarts if _counts(observed, each)]
+    known = [each for each in observed.session.status.recent_restarts if _counts(observed, each)]
     policy = _policy(observed)
     if policy is None or not has_restarted:
         return known
@@ -57,7 +57,7 @@ def restart_limit(observed: Observed, restarts: Sequence[str]) -> Failing | None
     policy = _policy(observed)
     if policy is None or len(restarts) < policy.max_restarts:
         return None
-    gone = observed.failed or observed.head
+    gone = observed.pods.failed or observed.head
     why = f"; {gone.problem.message}" if gone is not None and gone.problem is not None else ""
     message = f"the head exited {len(restarts)} times since {restarts[0]}{why}"
     return Failing(
@@ -73,4 +73,4 @@ def _policy(observed: Observed) -> SessionPolicy | None:
 
 def _counts(observed: Observed, moment: str) -> bool:
     """Return whether something happened after the last retry. Times are in whole seconds."""
-    return observed.retried is None or moment > timestamp(observed.retried)
+    return observed.session.retried is None or moment > timestamp(observed.session.retried)

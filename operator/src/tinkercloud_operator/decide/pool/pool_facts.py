@@ -18,8 +18,8 @@ from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts, Refusal
 from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.read.session_facts import age, condition, is_live
 from tinkercloud_operator.decide.session.lifetime import ACTIVITY_DELAY
-from tinkercloud_operator.decide.tenancy.session_index import age, is_live
 from tinkercloud_operator.spec.pool_slots import pool_of
 from tinkercloud_operator.spec.snapshot import FailedSave
 from tinkercloud_protocol.heads.capacity import HeadCapacity
@@ -238,9 +238,3 @@ def _may_wait(session: Manifest) -> bool:
     if condition(session, ConditionType.QUOTA_RESERVED).get("reason") == Reason.QUOTA_EXCEEDED:
         return False
     return bool(condition(session, ConditionType.ACCEPTED).get("status") == "True")
-
-
-def condition(session: Manifest, kind: ConditionType) -> Manifest:
-    """Return a condition of a session; an empty one if it is not set."""
-    conditions: list[Manifest] = session.get("status", {}).get("conditions", [])
-    return next((each for each in conditions if each["type"] == kind), {})

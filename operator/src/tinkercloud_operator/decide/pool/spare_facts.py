@@ -13,14 +13,13 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool.pool_facts import (
     cluster_prefix,
-    condition,
     is_cluster,
     taken_by,
 )
 from tinkercloud_operator.decide.pool.spare_plan import Spare, SparesFacts, Taker
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.quota_messages import spares_hold
-from tinkercloud_operator.decide.tenancy.session_index import age, is_live
+from tinkercloud_operator.decide.read.session_facts import age, condition, is_live
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 
 _SHORT = frozenset({Reason.QUEUED, Reason.UNSCHEDULABLE, Reason.NAMESPACE_QUOTA_EXCEEDED})

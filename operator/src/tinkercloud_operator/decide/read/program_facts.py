@@ -14,7 +14,7 @@ _ENDS = ("Complete", "Failed")
 
 def current_job(observed: Observed) -> Manifest | None:
     """Return the Job of `spec.program`; a replaced program may have left another one."""
-    job, program = observed.program_job, observed.spec.program
+    job, program = observed.program_job, observed.session.spec.program
     if job is None or program is None:
         return None
     made_for = job["metadata"].get("annotations", {}).get(labels.PROGRAM_ID, "")
@@ -23,7 +23,7 @@ def current_job(observed: Observed) -> Manifest | None:
 
 def last_status(observed: Observed, program: Program) -> ProgramStatus:
     """Return the last written status of a program, or that of a new one."""
-    before = observed.status.program
+    before = observed.session.status.program
     return (
         before if before is not None and before.id == program.id else ProgramStatus(id=program.id)
     )
@@ -38,7 +38,7 @@ def end_of(job: Manifest | None) -> Manifest | None:
 
 def has_ended(observed: Observed) -> bool:
     """Return whether the program of a session has ended by itself."""
-    program = observed.spec.program
+    program = observed.session.spec.program
     if program is None:
         return False
     is_known = last_status(observed, program).phase in {"Succeeded", "Failed"}
@@ -47,7 +47,7 @@ def has_ended(observed: Observed) -> bool:
 
 def newest_pod(observed: Observed) -> ProgramPod | None:
     """Return the newest pod of a program."""
-    return max(observed.program_pods, key=lambda pod: pod.created, default=None)
+    return max(observed.pods.of_program, key=lambda pod: pod.created, default=None)
 
 
 def is_running(observed: Observed) -> bool:
@@ -59,12 +59,13 @@ def is_running(observed: Observed) -> bool:
     if job is None or has_ended(observed) or job["spec"].get("suspend"):
         return False
     newest = newest_pod(observed)
-    was_running = (before := observed.status.program) is not None and before.phase == "Running"
+    before = observed.session.status.program
+    was_running = before is not None and before.phase == "Running"
     has_failed = bool(job.get("status", {}).get("failed"))
     return has_failed or was_running or (newest is not None and newest.is_running)
 
 
 def used_until(observed: Observed) -> datetime | None:
     """Return when the program ended, or was stopped; until then it used its session."""
-    status = observed.status.program
+    status = observed.session.status.program
     return parse_time(status.finish_time) if status is not None else None

@@ -68,6 +68,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES, Failing
 from tinkercloud_operator.decide.pods.disruptions import drained_node, notice
 from tinkercloud_operator.decide.pods.pod_failures import current_failure, failed_at
 from tinkercloud_operator.decide.read.program_facts import is_running, used_until
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, idle_policy, max_lifetime
 from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
@@ -114,6 +115,25 @@ class Decision:
     pods are kept until it has saved."""
 
 
+def decision_about(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
+    """Return the desired state of a session that is not being deleted.
+
+    Args:
+        observed: the observed session.
+        desired: what the session would start with now, or why it may not start.
+    """
+    spec, base_model = observed.session.spec, observed.base_model
+    idle = idle_policy(spec, base_model)
+    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
+    has_own_pods = observed.has_pods and not observed.is_member
+    if isinstance(desired, Rejection) and not has_own_pods:
+        idle = None
+    if spec.sharing == "Shared" and idle is not None and idle.action != "Delete":
+        # Its suspension would save no pods.
+        idle = None
+    return decide(observed, idle, max_lifetime(spec, base_model))
+
+
 def decide(
     observed: Observed,
     idle: Idle | None,
@@ -126,7 +146,7 @@ def decide(
         idle: the idle policy; None if it is unknown, which keeps the session in its current state.
         max_lifetime_seconds: maximum age of the session; None for no limit.
     """
-    finished = parse_time(observed.status.finished_time)
+    finished = parse_time(observed.session.status.finished_time)
     if finished is not None:
         return _after_finish(observed, finished)
     abandoned_at = _abandoned_at(observed)
@@ -143,7 +163,7 @@ def decide(
 def _before_finish(
     observed: Observed, idle: Idle | None, max_lifetime_seconds: int | None
 ) -> Decision:
-    expiry = _after(observed.created, max_lifetime_seconds)
+    expiry = _after(observed.session.created, max_lifetime_seconds)
     if expiry is not None and observed.now >= expiry:
         return Decision(
             DesiredState.FINISHED,
@@ -151,7 +171,7 @@ def _before_finish(
             f"the session reached its maximum lifetime of {max_lifetime_seconds} s",
             urgent_since=expiry,
         )
-    if observed.spec.suspend:
+    if observed.session.spec.suspend:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDED, "spec.suspend is true", expiry)
     failing, moment = current_failure(observed), failed_at(observed)
     if failing is not None and moment is not None and observed.now >= moment:
@@ -175,10 +195,10 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
         )
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, message, expiry)
     # A cluster of a pool whose sessions are moved to others is suspended when they have left.
-    drained = None if observed.is_emptied else drained_node(observed)
+    drained = None if observed.pool.is_emptied else drained_node(observed)
     if drained is not None:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, drained, expiry)
-    if observed.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):
+    if observed.session.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):
         # Its pool decides when a cluster is no longer needed, and deletes it (`pool_plan`).
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
@@ -190,7 +210,7 @@ def _failed(observed: Observed, failing: Failing, expiry: datetime | None) -> De
     """Return the decision for a session whose pods keep failing; a resumable one is kept."""
     reason = Reason(failing.reason)
     what = "the pods failed to start" if reason is Reason.START_FAILED else "the head keeps failing"
-    if observed.is_declared or observed.status.incarnation is not None:
+    if observed.session.is_declared or observed.session.status.incarnation is not None:
         message = f"{what}; retry the session once the cause is fixed: {failing.message}"
         return Decision(DesiredState.SUSPENDED, reason, message, expiry)
     return Decision(DesiredState.FINISHED, reason, f"{what}: {failing.message}")
@@ -198,14 +218,14 @@ def _failed(observed: Observed, failing: Failing, expiry: datetime | None) -> De
 
 def stopping_since(observed: Observed) -> datetime | None:
     """Return when the session started to stop, by its last status; None if it did not."""
-    suspended = find(observed.status.conditions, ConditionType.SUSPENDED)
+    suspended = find(observed.session.status.conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "Unknown":
         return None
     return parse_time(suspended.last_transition_time) or observed.now
 
 
 def _unchanged(observed: Observed, expiry: datetime | None) -> Decision:
-    condition = find(observed.status.conditions, ConditionType.SUSPENDED)
+    condition = find(observed.session.status.conditions, ConditionType.SUSPENDED)
     if condition is not None and condition.status == "True":
         return Decision(DesiredState.SUSPENDED, Reason.IDLE, condition.message, expiry)
     return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
@@ -215,13 +235,13 @@ def _by_activity(observed: Observed, idle: Idle, expiry: datetime | None) -> Dec
     if is_running(observed):
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     unused_since = last_use(observed)
-    if observed.last_activity is not None:
-        unused_since = max(unused_since, observed.last_activity + ACTIVITY_DELAY)
+    if observed.session.last_activity is not None:
+        unused_since = max(unused_since, observed.session.last_activity + ACTIVITY_DELAY)
     idle_at = unused_since + timedelta(seconds=idle.timeout_seconds)
     if observed.now >= idle_at:
         message = f"no requests for {idle.timeout_seconds} s"
         if idle.action == "Delete":
-            end = DesiredState.FINISHED if observed.is_declared else DesiredState.DELETED
+            end = DesiredState.FINISHED if observed.session.is_declared else DesiredState.DELETED
             return Decision(end, Reason.IDLE, message, urgent_since=idle_at)
         return Decision(
             DesiredState.SUSPENDED,
@@ -240,8 +260,8 @@ def last_use(observed: Observed) -> datetime:
     and while it is being resumed. So does time during which its program runs. A client that
     requests a suspended session needs it now, regardless of the client's clock.
     """
-    moments = [observed.created, observed.last_activity, observed.retried, used_until(observed)]
-    conditions = observed.status.conditions
+    session, conditions = observed.session, observed.session.status.conditions
+    moments = [session.created, session.last_activity, session.retried, used_until(observed)]
     suspended = find(conditions, ConditionType.SUSPENDED)
     if suspended is None or suspended.status != "True":
         moments += [_reached_at(observed, kind) for kind in _AVAILABILITY_STEPS]
@@ -257,14 +277,14 @@ def last_use(observed: Observed) -> datetime:
 
 def _resumed_at(observed: Observed, suspended: Condition) -> datetime | None:
     """Return when it was resumed; now if a resume is pending; None if it stays suspended."""
-    since, used = parse_time(suspended.last_transition_time), observed.last_activity
+    since, used = parse_time(suspended.last_transition_time), observed.session.last_activity
     if suspended.status == "False":
         return since
     return observed.now if since is not None and used is not None and used > since else None
 
 
 def _reached_at(observed: Observed, kind: ConditionType) -> datetime | None:
-    condition = find(observed.status.conditions, kind)
+    condition = find(observed.session.status.conditions, kind)
     if condition is None or condition.status != "True":
         return None
     return parse_time(condition.last_transition_time)
@@ -272,26 +292,27 @@ def _reached_at(observed: Observed, kind: ConditionType) -> datetime | None:
 
 def _abandoned_at(observed: Observed) -> datetime | None:
     """Return when the client of a session that never ran counts as gone, if it has one."""
-    head, has_run = observed.head, observed.status.incarnation is not None
-    if observed.is_declared or observed.spec.suspend or has_run:
+    session, head = observed.session, observed.head
+    has_run = session.status.incarnation is not None
+    if session.is_declared or session.spec.suspend or has_run:
         return None
-    if observed.spec.program is not None:
+    if session.spec.program is not None:
         # The program is the client; it starts when the session is ready.
         return None
     if head is not None and head.is_started:
         return None
-    return max(observed.last_activity or observed.created, observed.created) + _ABANDONED_AFTER
+    return max(session.last_activity or session.created, session.created) + _ABANDONED_AFTER
 
 
 def _is_queued(observed: Observed) -> bool:
     """Return whether the session waits for Kueue or a quota, according to the last status."""
-    condition = find(observed.status.conditions, ConditionType.QUOTA_RESERVED)
+    condition = find(observed.session.status.conditions, ConditionType.QUOTA_RESERVED)
     return condition is not None and condition.reason in _QUEUED
 
 
 def _was_suspended_by_owner(observed: Observed) -> bool:
     """Return whether `spec.suspend` caused the suspension; clearing the field resumes it."""
-    condition = find(observed.status.conditions, ConditionType.SUSPENDED)
+    condition = find(observed.session.status.conditions, ConditionType.SUSPENDED)
     return (
         condition is not None
         and condition.status == "True"
@@ -300,18 +321,18 @@ def _was_suspended_by_owner(observed: Observed) -> bool:
 
 
 def _after_finish(observed: Observed, finished: datetime) -> Decision:
-    if observed.is_declared:
+    if observed.session.is_declared:
         return Decision(
             DesiredState.FINISHED,
             Reason.FINISHED,
             "the session has finished; delete and recreate it to run it again",
             urgent_since=finished,
         )
-    gone_at = finished + timedelta(seconds=observed.spec.ttl_seconds_after_finished)
+    gone_at = finished + timedelta(seconds=observed.session.spec.ttl_seconds_after_finished)
     if observed.now >= gone_at:
         return Decision(DesiredState.DELETED, Reason.FINISHED, "ttlSecondsAfterFinished has passed")
-    if observed.status.failing is not None:
-        failed = _failed(observed, observed.status.failing, None)
+    if observed.session.status.failing is not None:
+        failed = _failed(observed, observed.session.status.failing, None)
         return replace(failed, changes_at=gone_at, urgent_since=finished)
     message = "the session has finished"
     return Decision(DesiredState.FINISHED, Reason.FINISHED, message, gone_at, finished)

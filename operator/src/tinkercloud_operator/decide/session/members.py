@@ -6,7 +6,6 @@ the model, which frees the slot.
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 
 from tinkercloud_crds.conditions import (
     MAX_MESSAGE_LENGTH,
@@ -15,10 +14,8 @@ from tinkercloud_crds.conditions import (
     ConditionType,
     Reason,
     find,
-    timestamp,
 )
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.session.actions import (
     Delete,
@@ -27,17 +24,19 @@ from tinkercloud_operator.decide.session.actions import (
     RemoveModel,
     SetFinalizer,
 )
-from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide
-from tinkercloud_operator.decide.session.readiness import StepStatus
-from tinkercloud_operator.decide.session.status import conditions, phase, reporting_plan
-from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import (
-    Rejection,
-    ResolvedSpec,
-    idle_policy,
-    max_lifetime,
-    resolve,
+from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decision_about
+from tinkercloud_operator.decide.session.readiness import StepStatus, ready_after
+from tinkercloud_operator.decide.session.saving import seconds_left, seconds_until
+from tinkercloud_operator.decide.session.status import (
+    conditions,
+    finished_time,
+    last_activity_time,
+    latest_checkpoint,
+    phase,
+    reporting_plan,
 )
+from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, PoolCluster
 
 _RETRY_SECONDS = 5.0
@@ -48,14 +47,13 @@ _LEAST_REMOVAL_SECONDS = 15.0
 
 def reconcile_member(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session that shares a cluster."""
-    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
-    if observed.deleted is not None:
+    session = observed.session
+    resolved = resolve(session.spec, observed.base_model, observed.limits.sessions_of_owner)
+    if session.deleted is not None:
         return _finalize(observed, resolved, settings)
-    decision = _decision(observed, resolved)
+    decision = decision_about(observed, resolved)
     new_status = _status(observed, resolved, decision)
-    seconds = None
-    if decision.changes_at is not None:
-        seconds = max(0.0, (decision.changes_at - observed.now).total_seconds())
+    seconds = seconds_until(observed, decision.changes_at)
     match decision.desired:
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
@@ -64,7 +62,7 @@ def reconcile_member(observed: Observed, settings: Settings) -> Plan:
             if request is not None:
                 return reporting_plan(observed, [request], new_status, _RETRY_SECONDS)
             return reporting_plan(observed, [], new_status, seconds)
-        case DesiredState.RUNNING if not observed.has_finalizer and _may_have_model(observed):
+        case DesiredState.RUNNING if not session.has_finalizer and _may_have_model(observed):
             # Before it has a place: what a head holds for it must be dropped when it ends.
             return reporting_plan(observed, [SetFinalizer(present=True)], new_status, seconds)
         case _:
@@ -76,41 +74,24 @@ def _delete_children(observed: Observed) -> list[Delete]:
 
     Its pods have served nobody. The Secret and its marker stay for pods that it may get later.
     """
-    marker = ChildKey("ConfigMap", Names(observed.name).token_secret)
+    marker = ChildKey("ConfigMap", Names(observed.session.name).token_secret)
     return [
         Delete(key)
-        for key, child in observed.children.items()
+        for key, child in observed.children.own.items()
         if key != marker and "deletionTimestamp" not in child["metadata"]
         if key.kind == "RayCluster" or not observed.has_pods
     ]
 
 
-def _decision(observed: Observed, resolved: ResolvedSpec | Rejection) -> Decision:
-    """Return the desired state.
-
-    A session in a pool saves no pods by being suspended; one with a spare does.
-    """
-    idle = idle_policy(observed.spec, observed.base_model)
-    has_cluster = observed.spec.sharing == "Dedicated"
-    is_judged = (
-        isinstance(resolved, ResolvedSpec)
-        and idle is not None
-        and (has_cluster or idle.action == "Delete")
-    )
-    judged: Idle | None = idle if is_judged else None
-    return decide(observed, judged, max_lifetime(observed.spec, observed.base_model))
-
-
 def _may_have_model(observed: Observed) -> bool:
-    return observed.spec.role == "Trainer"
+    return observed.session.spec.role == "Trainer"
 
 
 def _finalize(observed: Observed, resolved: ResolvedSpec | Rejection, settings: Settings) -> Plan:
     """Let the head drop the model, then remove the finalizer, after a limited time in any case."""
-    if not observed.has_finalizer or observed.deleted is None:
+    if not observed.session.has_finalizer or observed.session.deleted is None:
         return Plan()
-    limit = observed.deleted + timedelta(seconds=_removal_seconds(settings))
-    left = (limit - observed.now).total_seconds()
+    left = seconds_left(observed, observed.session.deleted, _removal_seconds(settings))
     request = _removal(observed, left)
     if request is not None:
         new_status = _status(observed, resolved, None)
@@ -126,12 +107,12 @@ def _removal_seconds(settings: Settings) -> float:
 
 def _removal(observed: Observed, left: float) -> RemoveModel | None:
     """Return the request that the head still needs, if it can serve one."""
-    cluster, model_id = observed.pool_cluster, observed.spec.model_id
+    cluster, model_id = observed.pool.cluster, observed.session.spec.model_id
     if cluster is None or model_id is None or left <= 0 or not _may_have_model(observed):
         return None
     if cluster.endpoint is None or cluster.incarnation is None:
         return None
-    if ("remove", cluster.incarnation) in observed.completed_saves:
+    if ("remove", cluster.incarnation) in observed.answers.completed_saves:
         return None
     return RemoveModel(cluster.name, cluster.endpoint, cluster.incarnation, model_id, left)
 
@@ -143,63 +124,37 @@ def _is_leaving(observed: Observed) -> bool:
 
 def _is_restarting(observed: Observed) -> bool:
     """Return whether the head of the cluster may come back with the model."""
-    cluster = observed.pool_cluster
+    cluster = observed.pool.cluster
     return cluster is not None and cluster.endpoint is None and cluster.has_pods
 
 
 def _status(
     observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
 ) -> TrainingSessionStatus:
-    ready, steps = _steps(observed, resolved, decision)
-    previous, cluster = observed.status, observed.pool_cluster
-    is_served = ready.is_reached and cluster is not None
-    finished = previous.finished_time
-    is_over = decision is not None and decision.desired is DesiredState.FINISHED
-    if finished is None and is_over and not _is_leaving(observed):
-        finished = timestamp(observed.now)
+    ready, steps = ready_after([_accepted(observed, resolved), *_later_steps(observed, decision)])
+    previous, cluster = observed.session.status, observed.pool.cluster
+    server = cluster if ready.is_reached else None
+    incarnation = cluster.incarnation if cluster is not None else None
     return TrainingSessionStatus(
-        observed_generation=observed.generation,
+        observed_generation=observed.session.generation,
         phase=phase(observed, decision, ready),
         conditions=conditions(observed, ready, steps, decision),
-        endpoint=cluster.endpoint if cluster is not None and is_served else None,
-        incarnation=cluster.incarnation
-        if cluster is not None and is_served
-        else previous.incarnation,
-        last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
-        latest_checkpoint=_latest_checkpoint(observed),
+        endpoint=server.endpoint if server is not None else None,
+        incarnation=server.incarnation if server is not None else previous.incarnation,
+        last_activity_time=last_activity_time(observed),
+        latest_checkpoint=latest_checkpoint(observed, ("remove", incarnation or "")),
         restarts=previous.restarts,
         served_incarnation=previous.served_incarnation,
         saved_incarnation=previous.saved_incarnation,
-        finished_time=finished,
+        finished_time=finished_time(observed, decision, is_stopped=not _is_leaving(observed)),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
-
-
-def _latest_checkpoint(observed: Observed) -> str | None:
-    cluster = observed.pool_cluster
-    incarnation = cluster.incarnation if cluster is not None else None
-    saved = observed.completed_saves.get(("remove", incarnation or ""))
-    return saved or observed.status.latest_checkpoint
-
-
-def _steps(
-    observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
-) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
-    """Return the status of Ready and of the steps that lead to it."""
-    found = [_accepted(observed, resolved), *_later_steps(observed, decision)]
-    blocker: StepStatus | None = None
-    steps = {}
-    for kind, step in zip(SESSION_STEPS, found, strict=True):
-        if blocker is None and not step.is_reached:
-            blocker = step
-        steps[kind] = step if blocker is None else blocker
-    return blocker or StepStatus(is_reached=True, reason=Reason.READY), steps
 
 
 def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepStatus:
     if isinstance(resolved, ResolvedSpec):
         return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
-    if observed.pool_cluster is not None:
+    if observed.pool.cluster is not None:
         message = (
             "the session is being served, but would not be accepted with the current spec:"
             f" {resolved.message}"
@@ -210,38 +165,38 @@ def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepSta
 
 def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[StepStatus]:
     """Yield the status of each step after the first one."""
-    cluster = observed.pool_cluster
+    cluster, spec = observed.pool.cluster, observed.session.spec
     if decision is None:
         yield from [StepStatus(is_reached=False, reason=Reason.TERMINATING)] * 4
     elif decision.desired is not DesiredState.RUNNING:
         # Clients wait for the last checkpoint, which the error then names. The cluster of a pool
         # keeps the model of a suspended session.
-        is_kept = observed.spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
+        is_kept = spec.sharing == "Shared" and decision.desired is DesiredState.SUSPENDED
         is_leaving = _is_leaving(observed) and not is_kept
         reason = Reason.SUSPENDING if is_leaving else decision.reason
         stops = StepStatus(is_reached=False, reason=reason, message=decision.message)
         yield from [stops] * 4
-    elif cluster is None and observed.spec.sharing == "Dedicated":
+    elif cluster is None and spec.sharing == "Dedicated":
         message = (
-            f"cluster {observed.spec.pool_cluster} is gone; the session gets its own pods when the"
-            " head of that cluster has ended"
+            f"cluster {spec.pool_cluster} is gone; the session gets its own pods when the head of"
+            " that cluster has ended"
         )
         yield from [StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)] * 4
-    elif cluster is None and observed.quota_message is not None:
+    elif cluster is None and observed.limits.quota_message is not None:
         waits = StepStatus(
-            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.limits.quota_message
         )
         yield from [waits] * 4
     elif cluster is None:
-        message = observed.pool_message or "waiting for a place in the pool"
+        message = observed.pool.message or "waiting for a place in the pool"
         yield from [StepStatus(is_reached=False, reason=Reason.POOL_FULL, message=message)] * 4
     else:
         place = f"served by pool cluster {cluster.name}"
         reason = Reason.PLACED
-        if observed.pool_message is not None:
-            place, reason = f"{place}; {observed.pool_message}", Reason.MOVE_FAILED
+        if observed.pool.message is not None:
+            place, reason = f"{place}; {observed.pool.message}", Reason.MOVE_FAILED
         yield StepStatus(is_reached=True, reason=reason, message=place)
-        has_others = observed.spec.sharing == "Shared"
+        has_others = spec.sharing == "Shared"
         yield from (
             _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]
         )

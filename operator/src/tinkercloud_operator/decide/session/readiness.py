@@ -4,7 +4,7 @@ The steps are ordered. A step that is not reached carries the reason of the firs
 so the conditions that are True always come first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,18 @@ def readiness(
         effective: the spec that its children follow, or why there are none.
         decision: the desired state; None if the session is being deleted.
     """
+    later = _later_steps(observed, effective, decision)
+    return ready_after([_accepted(observed, desired, effective), *later])
+
+
+def ready_after(found: Sequence[StepStatus]) -> tuple[StepStatus, dict[ConditionType, StepStatus]]:
+    """Return the status of Ready, and of the steps, each of which is blocked by those before it.
+
+    Args:
+        found: the status of each of `SESSION_STEPS`, regardless of the others.
+    """
     blocker: StepStatus | None = None
     steps = {}
-    found = [_accepted(observed, desired, effective), *_later_steps(observed, effective, decision)]
     for kind, step in zip(SESSION_STEPS, found, strict=True):
         if blocker is None and not step.is_reached:
             blocker = step
@@ -60,7 +69,7 @@ def _later_steps(
     observed: Observed, effective: ResolvedSpec | Rejection, decision: Decision | None
 ) -> Iterable[StepStatus]:
     """Yield the status of each step after the first one."""
-    if observed.deleted is not None:
+    if observed.session.deleted is not None:
         failure = observed.failed_save
         why = f"the last checkpoint could not be saved: {failure.message}" if failure else ""
         ends = StepStatus(is_reached=False, reason=Reason.TERMINATING, message=why)
@@ -84,7 +93,7 @@ def _later_steps(
         )
     else:
         yield StepStatus(is_reached=True, reason=Reason.HEAD_SERVING)
-    waiting = [pod.name for pod in observed.pods if not pod.is_ready and not pod.is_terminating]
+    waiting = [pod.name for pod in observed.pods.live if not pod.is_ready]
     if waiting or head is None:
         message = f"loading the model; pods not ready: {', '.join(sorted(waiting)[:4])}"
         yield StepStatus(is_reached=False, reason=Reason.LOADING, message=message)
@@ -109,9 +118,9 @@ def _accepted(
 ) -> StepStatus:
     if isinstance(desired, ResolvedSpec):
         waiting = pending_changes(effective, desired)
-        if not waiting and observed.own_gap is not None:
+        if not waiting and observed.platform.own_gap is not None:
             reason = Reason.DEFINITIONS_OUTDATED
-            return StepStatus(is_reached=True, reason=reason, message=observed.own_gap)
+            return StepStatus(is_reached=True, reason=reason, message=observed.platform.own_gap)
         if not waiting:
             return StepStatus(is_reached=True, reason=Reason.ACCEPTED)
         message = (
@@ -136,17 +145,17 @@ def _quota(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatu
         # Kueue reads the label of the live object, and may have set a default queue.
         queue = cluster["metadata"].get("labels", {}).get(labels.QUEUE_LABEL)
     if observed.is_suspended_by_kueue:
-        before = "evicted by Kueue; " if observed.pods else ""
+        before = "evicted by Kueue; " if observed.pods.required else ""
         through = "without a LocalQueue" if queue is None else f"through LocalQueue {queue!r}"
         message = f"{before}waiting for Kueue to admit the session {through}"
         return StepStatus(is_reached=False, reason=Reason.QUEUED, message=message)
-    if cluster is None and observed.quota_message is not None:
+    if cluster is None and observed.limits.quota_message is not None:
         return StepStatus(
-            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.quota_message
+            is_reached=False, reason=Reason.QUOTA_EXCEEDED, message=observed.limits.quota_message
         )
-    if queue is None and cluster is None and observed.start_order_message is not None:
+    if queue is None and cluster is None and observed.limits.start_order_message is not None:
         return StepStatus(
-            is_reached=False, reason=Reason.QUEUED, message=observed.start_order_message
+            is_reached=False, reason=Reason.QUEUED, message=observed.limits.start_order_message
         )
     if queue is None:
         return StepStatus(is_reached=True, reason=Reason.NO_QUEUE)
@@ -170,11 +179,11 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
         return StepStatus(is_reached=True, reason=problem.reason, message=message)
     if problem is not None:
         return problem
-    if observed.has_predecessors:
+    if observed.children.predecessors:
         message = "waiting for the deletion of the objects of an earlier session with the same name"
         return StepStatus(is_reached=False, reason=Reason.PROVISIONING, message=message)
     wanted = _wanted_pods(observed, effective)
-    live = [pod for pod in observed.pods if not pod.is_terminating]
+    live = observed.pods.live
     running = sum(pod.is_scheduled for pod in live)
     if running < wanted or any(not pod.is_scheduled for pod in live):
         message = f"{running} of {wanted} pods are scheduled"
@@ -184,16 +193,16 @@ def _provisioned(observed: Observed, effective: ResolvedSpec | Rejection) -> Ste
 
 def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
     """Return what prevents the operator from creating the children, if anything does."""
-    if not observed.has_kuberay:
+    if not observed.platform.has_kuberay:
         message = "the RayCluster API (ray.io/v1) is not installed; install KubeRay"
         return StepStatus(is_reached=False, reason=Reason.KUBERAY_MISSING, message=message)
-    if observed.kuberay_gap is not None:
-        message = observed.kuberay_gap
+    if observed.platform.kuberay_gap is not None:
+        message = observed.platform.kuberay_gap
         return StepStatus(is_reached=False, reason=Reason.KUBERAY_TOO_OLD, message=message)
     if (
         isinstance(effective, ResolvedSpec)
         and effective.devices is not None
-        and not observed.has_device_claims
+        and not observed.platform.has_device_claims
     ):
         message = (
             "the ResourceClaimTemplate API (resource.k8s.io/v1) is not available, but the"
@@ -201,8 +210,8 @@ def _blocker(observed: Observed, effective: ResolvedSpec | Rejection) -> StepSta
             " or newer"
         )
         return StepStatus(is_reached=False, reason=Reason.APPLY_FAILED, message=message)
-    if observed.apply_error is not None:
-        return _rejected(observed.apply_error)
+    if observed.answers.apply_error is not None:
+        return _rejected(observed.answers.apply_error)
     return None
 
 
@@ -229,10 +238,8 @@ def _head_ends(observed: Observed) -> StepStatus | None:
 
 
 def _pod_trouble(observed: Observed, effective: ResolvedSpec | Rejection) -> StepStatus | None:
-    live = sorted(
-        (pod for pod in observed.pods if not pod.is_terminating), key=lambda pod: pod.name
-    )
-    gone = [observed.failed] if observed.failed is not None else []
+    live = sorted(observed.pods.live, key=lambda pod: pod.name)
+    gone = [observed.pods.failed] if observed.pods.failed is not None else []
     for pod in [*live, *gone]:
         if pod.problem is None:
             continue
@@ -248,11 +255,11 @@ def _unschedulable(
 ) -> StepStatus:
     """Return the status for a pod that the scheduler finds no node for."""
     missing = None
-    if isinstance(effective, ResolvedSpec) and observed.nodes is not None:
-        never = never_fits(effective, observed.nodes)
+    if isinstance(effective, ResolvedSpec) and observed.platform.nodes is not None:
+        never = never_fits(effective, observed.platform.nodes)
         if never is not None:
             return StepStatus(is_reached=False, reason=Reason.NEVER_FITS, message=never)
-        missing = no_matching_node(effective, observed.nodes)
+        missing = no_matching_node(effective, observed.platform.nodes)
     message = "; ".join(
         part for part in (f"pod {pod}: {scheduler_message}", missing) if part is not None
     )
@@ -284,7 +291,7 @@ def _rejected(message: str) -> StepStatus:
 
 def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool:
     """Return whether all pods exist and are healthy."""
-    live = [pod for pod in observed.pods if not pod.is_terminating]
+    live = observed.pods.live
     is_well = all(pod.is_ready and pod.problem is None for pod in live)
     return 0 < len(live) == _wanted_pods(observed, effective) and is_well
 
@@ -292,4 +299,4 @@ def _is_serving(observed: Observed, effective: ResolvedSpec | Rejection) -> bool
 def _wanted_pods(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
     if isinstance(effective, ResolvedSpec):
         return sum(kind.count for kind in effective.pods)
-    return len([pod for pod in observed.pods if not pod.is_terminating])
+    return len(observed.pods.live)

@@ -7,7 +7,6 @@ interrupted and continued by another process.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -36,7 +35,7 @@ from tinkercloud_operator.decide.session.actions import (
 from tinkercloud_operator.decide.session.lifetime import (
     Decision,
     DesiredState,
-    decide,
+    decision_about,
     stopping_since,
 )
 from tinkercloud_operator.decide.session.members import reconcile_member
@@ -46,6 +45,7 @@ from tinkercloud_operator.decide.session.saving import (
     needs_save,
     save_requests,
     seconds_left,
+    seconds_until,
 )
 from tinkercloud_operator.decide.session.session_program import (
     is_of_program,
@@ -60,8 +60,6 @@ from tinkercloud_operator.spec.resolved import (
     Rejection,
     ResolvedSpec,
     check_pod_groups,
-    idle_policy,
-    max_lifetime,
     resolve,
 )
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed
@@ -72,16 +70,16 @@ _QUEUE_SECONDS = 60.0
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session."""
-    if observed.spec.sharing == "Shared" or observed.spec.pool_cluster is not None:
+    if observed.is_member:
         return reconcile_member(observed, settings)
-    if observed.deleted is not None:
+    if observed.session.deleted is not None:
         return _finalize(observed, settings)
     desired = _desired_spec(observed, settings)
     effective = _effective_spec(observed, desired, settings)
-    decision = _decision(observed, desired)
+    decision = decision_about(observed, desired)
     new_status = status(observed, desired, effective, decision)
     moments = [each for each in (decision.changes_at, next_deadline(observed)) if each is not None]
-    recheck_seconds = _seconds_until(observed, min(moments, default=None))
+    recheck_seconds = seconds_until(observed, min(moments, default=None))
     match decision.desired:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
@@ -105,21 +103,22 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
 
 def _waits_to_start(observed: Observed) -> bool:
     """Return whether a session may start no pods now: others come first, or a spare serves it."""
-    messages = (observed.start_order_message, observed.quota_message)
-    is_waiting = observed.takes_spare or any(message is not None for message in messages)
+    messages = (observed.limits.start_order_message, observed.limits.quota_message)
+    is_waiting = observed.pool.takes_spare or any(message is not None for message in messages)
     return is_waiting and observed.ray_cluster is None
 
 
 def _desired_spec(observed: Observed, settings: Settings) -> ResolvedSpec | Rejection:
     """Return what the session would start with now, or why it may not start."""
-    resolved = resolve(observed.spec, observed.base_model, observed.sessions_of_owner)
+    spec, limits = observed.session.spec, observed.limits
+    resolved = resolve(spec, observed.base_model, limits.sessions_of_owner)
     if isinstance(resolved, ResolvedSpec):
-        resolved = choices_of_tenant(observed.spec, resolved, observed.tenant)
+        resolved = choices_of_tenant(spec, resolved, limits.tenant)
     if isinstance(resolved, ResolvedSpec):
         resolved = check_pod_groups(resolved, settings.kueue_groups)
     if isinstance(resolved, ResolvedSpec):
         resolved = _check_head_config(observed, resolved, settings)
-    if isinstance(resolved, ResolvedSpec) and observed.spec.program and settings.api_url is None:
+    if isinstance(resolved, ResolvedSpec) and spec.program and settings.api_url is None:
         message = (
             "spec.program: the operator does not know the API server's URL; set"
             " TINKERCLOUD_OPERATOR_API_URL"
@@ -149,7 +148,7 @@ def _effective_spec(
 
 def _has_started(observed: Observed) -> bool:
     """Return whether a head has run in the current pods."""
-    head, before = observed.head, observed.status
+    head, before = observed.head, observed.session.status
     is_started = head is not None and head.is_started
     return is_started or before.incarnation not in {None, before.saved_incarnation}
 
@@ -163,21 +162,12 @@ def _check_head_config(
     newer than the BaseModel.
     """
     try:
-        support_objects.head_config(Build(Names(observed.name), resolved, settings))
+        support_objects.head_config(Build(Names(observed.session.name), resolved, settings))
     except ValidationError as error:
         problems = [problem["msg"].removeprefix("Value error, ") for problem in error.errors()]
         message = f"the head would reject this BaseModel's configuration: {'; '.join(problems)}"
         return Rejection(Reason.NOT_ALLOWED, message)
     return resolved
-
-
-def _decision(observed: Observed, desired: ResolvedSpec | Rejection) -> Decision:
-    """Return the desired state; a rejected session with pods follows the idle policy too."""
-    spec, base_model = observed.spec, observed.base_model
-    # Without pods, a rejected session waits to be accepted, which does not count as idle time.
-    is_judged = isinstance(desired, ResolvedSpec) or observed.has_pods
-    idle = idle_policy(spec, base_model) if is_judged else None
-    return decide(observed, idle, max_lifetime(spec, base_model))
 
 
 def _actions_to_run(
@@ -187,9 +177,10 @@ def _actions_to_run(
     if not isinstance(effective, ResolvedSpec):
         return
     build = _build(observed, effective, settings)
-    if observed.spec.role != "Sampler" and not observed.has_finalizer:
+    if observed.session.spec.role != "Sampler" and not observed.session.has_finalizer:
         yield SetFinalizer(present=True)
-    if not observed.has_kuberay or observed.kuberay_gap or observed.has_predecessors:
+    platform = observed.platform
+    if not platform.has_kuberay or platform.kuberay_gap or observed.children.predecessors:
         return
     if not _can_claim_devices(observed, effective):
         return
@@ -218,12 +209,12 @@ def _actions_to_save(
 
 def _can_claim_devices(observed: Observed, effective: ResolvedSpec) -> bool:
     """Return whether the cluster serves the claims that the pods need, if they need any."""
-    return effective.devices is None or observed.has_device_claims
+    return effective.devices is None or observed.platform.has_device_claims
 
 
 def _build(observed: Observed, effective: ResolvedSpec, settings: Settings) -> Build:
     return Build(
-        Names(observed.name),
+        Names(observed.session.name),
         effective,
         settings,
         pinned_head_config(observed, effective),
@@ -237,13 +228,13 @@ def _support_actions(observed: Observed, build: Build) -> Iterable[Action]:
     A head whose Secret was deleted accepts the new token once the kubelet has written it to the
     pod.
     """
-    if not observed.has_secret:
+    if not observed.children.has_secret:
         secret = _owned(support_objects.token_secret(build), observed)
         yield CreateSecret(secret, support_objects.SECRET_KEYS)
         yield CreateSecretMarker(secret)
     for manifest in _support_children(build):
         wanted = _owned(manifest, observed)
-        if not is_up_to_date(wanted, observed.children.get(key_of(manifest))):
+        if not is_up_to_date(wanted, observed.children.own.get(key_of(manifest))):
             yield Apply(wanted)
 
 
@@ -259,7 +250,7 @@ def _program_actions(
     """Return what the session's program needs: its Job exists while it is to run."""
     actions: list[Action] = [Delete(key) for key in surplus_of_program(observed, decision)]
     for manifest in program_children(observed, decision, settings, is_ready=is_ready):
-        wanted, live = _owned(manifest, observed), observed.children.get(key_of(manifest))
+        wanted, live = _owned(manifest, observed), observed.children.own.get(key_of(manifest))
         # A Job cannot be changed: a running program keeps what it started with.
         is_job = manifest["kind"] == "Job"
         checked = {"metadata": wanted["metadata"]} if is_job else wanted
@@ -297,17 +288,17 @@ def _owned(manifest: Json, observed: Observed) -> Json:
     owner = {
         "apiVersion": labels.API_VERSION,
         "kind": "TrainingSession",
-        "name": observed.name,
-        "uid": observed.uid,
+        "name": observed.session.name,
+        "uid": observed.session.uid,
         "controller": True,
     }
     own = {
-        labels.SESSION_LABEL: observed.name,
+        labels.SESSION_LABEL: observed.session.name,
         labels.MANAGED_BY_LABEL: labels.MANAGED_BY,
     }
     placed = {
         **metadata,
-        "namespace": observed.namespace,
+        "namespace": observed.session.namespace,
         "labels": {**own, **metadata.get("labels", {})},
         "ownerReferences": [owner],
     }
@@ -360,12 +351,14 @@ def _stop(
         return reporting_plan(observed, [], new_status, 0.0)
     # Without the budget, pods can be evicted even if the deletion of the RayCluster is delayed.
     keys = (
-        ChildKey("PodDisruptionBudget", Names(observed.name).disruption_budget),
-        ChildKey("RayCluster", observed.name),
+        ChildKey("PodDisruptionBudget", Names(observed.session.name).disruption_budget),
+        ChildKey("RayCluster", observed.session.name),
     )
-    live = (key for key in keys if key in observed.children)
+    live = {key: child for key, child in observed.children.own.items() if key in keys}
     deletions = [
-        Delete(key) for key in live if "deletionTimestamp" not in observed.children[key]["metadata"]
+        Delete(key)
+        for key in keys
+        if key in live and "deletionTimestamp" not in live[key]["metadata"]
     ]
     return reporting_plan(observed, deletions, new_status, recheck_seconds)
 
@@ -378,8 +371,8 @@ def _delete_support_objects(observed: Observed) -> Iterable[Action]:
     """
     if observed.has_pods:
         return
-    marker_key = ChildKey("ConfigMap", Names(observed.name).token_secret)
-    for key, child in observed.children.items():
+    marker_key = ChildKey("ConfigMap", Names(observed.session.name).token_secret)
+    for key, child in observed.children.own.items():
         if key == marker_key or is_of_program(key, observed):
             continue
         if "deletionTimestamp" not in child["metadata"]:
@@ -392,18 +385,18 @@ def _finalize(observed: Observed, settings: Settings) -> Plan:
     The finalizer is also removed once the time for a last checkpoint has passed; for a cluster of a
     pool, which is suspended, once the time for that has.
     """
-    if not observed.has_finalizer or observed.deleted is None:
+    if not observed.session.has_finalizer or observed.session.deleted is None:
         return Plan()
     desired = _desired_spec(observed, settings)
     effective = _effective_spec(observed, desired, settings)
     new_status = status(observed, desired, effective, None)
     head = _head_shape(observed, effective)
     # The runs on a pool cluster do not end with it: they are resumed elsewhere.
-    is_pool = observed.spec.role in SERVING_ROLES
+    is_pool = observed.session.spec.role in SERVING_ROLES
     kind: Kind = "suspend" if is_pool else "checkpoint"
     of_session = settings.last_checkpoint_seconds_of(head)
     seconds = settings.stop_seconds_of(head) if is_pool else of_session
-    left = seconds_left(observed, observed.deleted, seconds)
+    left = seconds_left(observed, observed.session.deleted, seconds)
     program = [Delete(key) for key in surplus_of_program(observed, None)]
     if left > 0 and needs_save(observed, kind, head):
         requests, wait_seconds = save_requests(observed, kind, left)
@@ -420,7 +413,3 @@ def _head_shape(observed: Observed, effective: ResolvedSpec | Rejection) -> Head
     if isinstance(effective, ResolvedSpec):
         return effective.base_model.head
     return observed.base_model.head if observed.base_model is not None else None
-
-
-def _seconds_until(observed: Observed, moment: datetime | None) -> float | None:
-    return None if moment is None else max(0.0, (moment - observed.now).total_seconds())

@@ -37,11 +37,11 @@ def needs_save(observed: Observed, kind: Kind, shape: HeadShape | None) -> bool:
         return False
     key = (kind, head.incarnation)
     # A head that is saving in order to stop is not Ready, nor is one that is busy for a moment.
-    may_save = head.is_ready or key in observed.pending_saves
-    if head.is_started and head.incarnation == observed.status.served_incarnation:
+    may_save = head.is_ready or key in observed.answers.pending_saves
+    if head.is_started and head.incarnation == observed.session.status.served_incarnation:
         may_save = True
     may_save = may_save or _has_journals(observed, head, shape)
-    return may_save and key not in observed.completed_saves
+    return may_save and key not in observed.answers.completed_saves
 
 
 def _has_journals(observed: Observed, head: Pod, shape: HeadShape | None) -> bool:
@@ -53,14 +53,14 @@ def _has_journals(observed: Observed, head: Pod, shape: HeadShape | None) -> boo
     """
     if shape is None or shape.durability.level == "none":
         return False
-    saved = {incarnation for _, incarnation in observed.completed_saves}
-    if any(head.is_same_pod(each) for each in (*saved, observed.status.saved_incarnation)):
+    saved = {incarnation for _, incarnation in observed.answers.completed_saves}
+    if any(head.is_same_pod(each) for each in (*saved, observed.session.status.saved_incarnation)):
         return False
     policy = observed.base_model.sessions if observed.base_model is not None else SessionPolicy()
     patience = timedelta(seconds=policy.start_deadline_seconds)
-    since = observed.deleted or stopping_since(observed) or observed.now
+    since = observed.session.deleted or stopping_since(observed) or observed.now
     is_in_time = observed.now < since + patience
-    return is_in_time and head.is_same_pod(observed.status.served_incarnation)
+    return is_in_time and head.is_same_pod(observed.session.status.served_incarnation)
 
 
 def save_requests(observed: Observed, kind: Kind, left: float) -> tuple[list[SaveRequest], float]:
@@ -71,8 +71,8 @@ def save_requests(observed: Observed, kind: Kind, left: float) -> tuple[list[Sav
         kind: what the head is to do.
         left: seconds that it may take.
     """
-    head = observed.head
-    failure = observed.failed_saves.get((kind, head.incarnation)) if head is not None else None
+    head, failures = observed.head, observed.answers.failed_saves
+    failure = failures.get((kind, head.incarnation)) if head is not None else None
     pause = _pause_seconds(failure, observed.now)
     if head is None or pause > 0:
         return [], min(left, pause)
@@ -85,9 +85,14 @@ def seconds_left(observed: Observed, started: datetime, timeout_seconds: float) 
     return (started + timedelta(seconds=timeout_seconds) - observed.now).total_seconds()
 
 
+def seconds_until(observed: Observed, moment: datetime | None) -> float | None:
+    """Return the seconds until a moment, 0 if it has passed; None if there is none."""
+    return None if moment is None else max(0.0, (moment - observed.now).total_seconds())
+
+
 def is_save_recorded(observed: Observed, new_status: TrainingSessionStatus) -> bool:
     """Return whether the stored status records the save, which is lost with the head."""
-    written = observed.status
+    written = observed.session.status
     return (written.saved_incarnation, written.latest_checkpoint) == (
         new_status.saved_incarnation,
         new_status.latest_checkpoint,

@@ -46,7 +46,7 @@ def program_children(
         return []
     is_new = current_job(observed) is None
     # The pods of a deleted Job may still run.
-    if is_new and (not is_ready or observed.program_job is not None or observed.program_pods):
+    if is_new and (not is_ready or observed.program_job is not None or observed.pods.of_program):
         return []
     policies = [program_policy(build)] if settings.network_policies else []
     return [*policies, program_job(build)]
@@ -59,36 +59,38 @@ def surplus_of_program(observed: Observed, decision: Decision | None) -> Iterabl
         observed: the observed session.
         decision: the desired state of the session; None if it is being deleted.
     """
-    job, key = observed.program_job, Names(observed.name).program
+    job, key = observed.program_job, Names(observed.session.name).program
     is_current = current_job(observed) is not None
     is_over = decision is None or _why_not(observed, decision) is not None
     is_kept = is_current and (has_ended(observed) or not is_over)
     if job is not None and not is_kept and "deletionTimestamp" not in job["metadata"]:
         yield ChildKey("Job", key)
     policy = ChildKey("NetworkPolicy", key)
-    is_needed = job is not None or bool(observed.program_pods) or not is_over
-    if policy in observed.children and not is_needed:
+    is_needed = job is not None or bool(observed.pods.of_program) or not is_over
+    if policy in observed.children.own and not is_needed:
         yield policy
 
 
 def is_of_program(key: ChildKey, observed: Observed) -> bool:
     """Return whether a child belongs to the session's program and not to its own pods."""
-    return key.kind == "Job" or key == ChildKey("NetworkPolicy", Names(observed.name).program)
+    policy = ChildKey("NetworkPolicy", Names(observed.session.name).program)
+    return key.kind == "Job" or key == policy
 
 
 def _build(observed: Observed, settings: Settings) -> ProgramBuild | None:
-    program, base_model = observed.spec.program, observed.base_model
+    program, base_model = observed.session.spec.program, observed.base_model
     offer = base_model.programs if base_model is not None else None
     if program is None or offer is None or settings.api_url is None:
         return None
+    session = observed.session
     return ProgramBuild(
-        Names(observed.name), observed.spec, program, offer, settings, settings.api_url
+        Names(session.name), session.spec, program, offer, settings, settings.api_url
     )
 
 
 def _why_not(observed: Observed, decision: Decision) -> str | None:
     """Return why the program is to have no Job, if so."""
-    program = observed.spec.program
+    program = observed.session.spec.program
     if program is None:
         return "there is no program"
     if has_ended(observed):
@@ -99,7 +101,7 @@ def _why_not(observed: Observed, decision: Decision) -> str | None:
         return f"the session has ended: {decision.message}"
     if decision.reason in PERSISTENT_FAILURES:
         return f"{decision.message}; {_RESUMES}"
-    if observed.spec.suspend:
+    if observed.session.spec.suspend:
         return f"the session is suspended by its owner; {_RESUMES}"
     return None
 
@@ -111,7 +113,7 @@ def program_status(observed: Observed, decision: Decision | None) -> ProgramStat
         observed: the observed session.
         decision: the desired state of the session; None if it is being deleted.
     """
-    program = observed.spec.program
+    program = observed.session.spec.program
     if program is None:
         return None
     before = last_status(observed, program)
@@ -154,7 +156,7 @@ def _held_back(
 ) -> ProgramStatus:
     """Return the status of a program without a Job, or whose Job is being deleted."""
     before = last_status(observed, program)
-    if current_job(observed) is not None or observed.program_pods:
+    if current_job(observed) is not None or observed.pods.of_program:
         return _with(before, message=f"the program is being stopped: {why}")
     is_over = decision is not None and decision.desired in {
         DesiredState.FINISHED,
@@ -170,7 +172,7 @@ def _active(observed: Observed, before: ProgramStatus, job: Manifest) -> Program
     """Return the status of a program whose Job exists and has not ended."""
     status, newest = job.get("status", {}), newest_pod(observed)
     failures = sorted(
-        (pod for pod in observed.program_pods if pod.failure), key=lambda pod: pod.created
+        (pod for pod in observed.pods.of_program if pod.failure), key=lambda pod: pod.created
     )
     last = failures[-1] if failures else None
     message = last.failure if last is not None else before.message
@@ -199,7 +201,7 @@ def _waits(observed: Observed) -> str:
     base_model = observed.base_model
     if base_model is None or base_model.programs is None:
         return "the BaseModel allows no programs; set its spec.programs"
-    if observed.program_job is not None or observed.program_pods:
+    if observed.program_job is not None or observed.pods.of_program:
         return "waiting for the end of the earlier program's pod"
     return "waiting for the session to be Ready"
 

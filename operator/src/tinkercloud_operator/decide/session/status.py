@@ -28,7 +28,7 @@ from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.session.readiness import StepStatus, readiness
 from tinkercloud_operator.decide.session.session_program import program_status
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_operator.spec.snapshot import Observed, SaveKey
 
 _FAILED_PODS = frozenset(
     {
@@ -76,29 +76,29 @@ def status(
     ready, steps = readiness(observed, desired, effective, decision)
     head = observed.head
     incarnation = head.incarnation if head is not None and head.is_started else None
-    previous = observed.status
+    previous = observed.session.status
     has_restarted = _has_restarted(observed, incarnation)
     restarts = _recent_restarts(observed, decision, has_restarted=has_restarted)
     return TrainingSessionStatus(
-        observed_generation=observed.generation,
+        observed_generation=observed.session.generation,
         phase=phase(observed, decision, ready),
         conditions=conditions(observed, ready, steps, decision),
         endpoint=endpoint(observed) if ready.is_reached else None,
         incarnation=incarnation or previous.incarnation,
-        ray_cluster=observed.name if observed.ray_cluster is not None else None,
+        ray_cluster=observed.session.name if observed.ray_cluster is not None else None,
         workers=_workers(observed, effective),
         gpus=_gpus(observed, effective),
         max_gpus=_max_gpus(observed, effective),
         plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
-        last_activity_time=timestamp(observed.last_activity) if observed.last_activity else None,
-        latest_checkpoint=_latest_checkpoint(observed),
+        last_activity_time=last_activity_time(observed),
+        latest_checkpoint=latest_checkpoint(observed, ("checkpoint", previous.incarnation or "")),
         restarts=previous.restarts + has_restarted,
         recent_restarts=restarts,
         served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
         saved_incarnation=_saved_incarnation(observed),
         failing=(restart_limit(observed, restarts) if has_restarted else None)
         or _failing(observed, decision, ready),
-        finished_time=_finished_time(observed, decision),
+        finished_time=finished_time(observed, decision, is_stopped=not observed.has_pods),
         program=program_status(observed, decision),
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
@@ -111,7 +111,7 @@ def is_ready(status: TrainingSessionStatus) -> bool:
 
 def endpoint(observed: Observed) -> str:
     """Return the cluster-internal URL of a session's head."""
-    return head_url(observed.name, observed.namespace)
+    return head_url(observed.session.name, observed.session.namespace)
 
 
 def head_url(session: str, namespace: str) -> str:
@@ -129,14 +129,14 @@ def reporting_plan(
     return Plan(
         tuple(actions),
         _ready_event(observed, new_status) or _move_event(observed, new_status),
-        new_status if new_status != observed.status else None,
+        new_status if new_status != observed.session.status else None,
         requeue_after_seconds,
     )
 
 
 def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
     """Return the Event for a changed reason of the Ready condition, if it changed."""
-    before = find(observed.status.conditions, ConditionType.READY)
+    before = find(observed.session.status.conditions, ConditionType.READY)
     ready = find(new_status.conditions, ConditionType.READY)
     stalled = find(new_status.conditions, ConditionType.STALLED)
     if ready is None or (before is not None and before.reason == ready.reason):
@@ -148,7 +148,7 @@ def _ready_event(observed: Observed, new_status: TrainingSessionStatus) -> PostE
 def _move_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEvent | None:
     """Return the Event for a failed move to another cluster, if it failed now."""
     kind = ConditionType.QUOTA_RESERVED
-    before, place = (find(each.conditions, kind) for each in (observed.status, new_status))
+    before, place = (find(each.conditions, kind) for each in (observed.session.status, new_status))
     if place is None or place.reason != Reason.MOVE_FAILED:
         return None
     if before is not None and before.reason == place.reason:
@@ -179,18 +179,18 @@ def conditions(
         else stable,
         ConditionType.SUSPENDED: _suspended(observed, decision),
     }
-    if ready.is_reached and observed.degraded is not None:
+    if ready.is_reached and observed.session.degraded is not None:
         found[ConditionType.DURABILITY_DEGRADED] = StepStatus(
-            is_reached=True, reason=Reason.WRITES_FAIL, message=observed.degraded
+            is_reached=True, reason=Reason.WRITES_FAIL, message=observed.session.degraded
         )
     return [
         moved(
-            observed.status.conditions,
+            observed.session.status.conditions,
             kind,
             truth(step),
             step.reason,
             step.message,
-            generation=observed.generation,
+            generation=observed.session.generation,
             now=observed.now,
         )
         for kind, step in found.items()
@@ -216,9 +216,39 @@ def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
     return StepStatus(is_reached=False, reason=Reason.RUNNING)
 
 
+def last_activity_time(observed: Observed) -> str | None:
+    """Return when a client last used a session, as its status reports it."""
+    used = observed.session.last_activity
+    return timestamp(used) if used is not None else None
+
+
+def latest_checkpoint(observed: Observed, save: SaveKey) -> str | None:
+    """Return the last checkpoint of a session.
+
+    Args:
+        observed: the observed session.
+        save: the save that may have created another one.
+    """
+    saved = observed.answers.completed_saves.get(save)
+    return saved or observed.session.status.latest_checkpoint
+
+
+def finished_time(observed: Observed, decision: Decision | None, *, is_stopped: bool) -> str | None:
+    """Return when a session has finished, if it has.
+
+    Args:
+        observed: the observed session.
+        decision: the desired state; None if the session is being deleted.
+        is_stopped: whether nothing is left to save or to delete before the session has finished.
+    """
+    known = observed.session.status.finished_time
+    is_over = decision is not None and decision.desired is DesiredState.FINISHED
+    return timestamp(observed.now) if known is None and is_over and is_stopped else known
+
+
 def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
     """Return the phase of a session, which summarizes its conditions."""
-    if observed.deleted is not None:
+    if observed.session.deleted is not None:
         return "Terminating"
     if ready.is_reached:
         return "Ready"
@@ -259,7 +289,7 @@ def _max_gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int | 
 
 def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers:
     if not isinstance(effective, ResolvedSpec):
-        return observed.status.workers
+        return observed.session.status.workers
     head = observed.head
     by_head = int(head is not None and head.is_ready and not head.is_terminating)
 
@@ -268,7 +298,7 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
             return by_head
         return sum(
             pod.is_ready and not pod.is_terminating
-            for pod in (*observed.pods, *observed.scaled_pods)
+            for pod in (*observed.pods.required, *observed.pods.scaled)
             if pod.component == component
         )
 
@@ -295,8 +325,8 @@ def _workers(observed: Observed, effective: ResolvedSpec | Rejection) -> Workers
 
 def _has_restarted(observed: Observed, incarnation: str | None) -> bool:
     """Return whether a head that served requests ended unexpectedly."""
-    before = observed.status.incarnation
-    expected = {None, incarnation, observed.status.saved_incarnation}
+    before = observed.session.status.incarnation
+    expected = {None, incarnation, observed.session.status.saved_incarnation}
     return incarnation is not None and before not in expected
 
 
@@ -311,33 +341,20 @@ def _recent_restarts(
 
 def _saved_incarnation(observed: Observed) -> str | None:
     """Return the last incarnation that saved its state before its pods were deleted."""
-    incarnation = observed.status.incarnation
-    if incarnation is not None and ("suspend", incarnation) in observed.completed_saves:
+    incarnation = observed.session.status.incarnation
+    if incarnation is not None and ("suspend", incarnation) in observed.answers.completed_saves:
         return incarnation
-    return observed.status.saved_incarnation
-
-
-def _latest_checkpoint(observed: Observed) -> str | None:
-    saved = observed.completed_saves.get(("checkpoint", observed.status.incarnation or ""))
-    return saved or observed.status.latest_checkpoint
+    return observed.session.status.saved_incarnation
 
 
 def _failing(observed: Observed, decision: Decision | None, ready: StepStatus) -> Failing | None:
     """Return why the pods cannot run; a crashing container looks healthy between two crashes."""
     before = current_failure(observed)
     if decision is None or decision.reason in PERSISTENT_FAILURES:
-        return observed.status.failing
+        return observed.session.status.failing
     if ready.is_reached or decision.desired is not DesiredState.RUNNING or not observed.has_pods:
         return None
     if ready.reason not in _FAILED_PODS:
         return before
     since = before.since if before is not None else timestamp(observed.now)
     return Failing(since=since, message=ready.message[:MAX_MESSAGE_LENGTH])
-
-
-def _finished_time(observed: Observed, decision: Decision | None) -> str | None:
-    if observed.status.finished_time is not None:
-        return observed.status.finished_time
-    if decision is not None and decision.desired is DesiredState.FINISHED and not observed.has_pods:
-        return timestamp(observed.now)
-    return None

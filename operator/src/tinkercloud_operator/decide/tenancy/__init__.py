@@ -1,1 +1,1 @@
-"""Decisions between owners: quotas of tenants, and the order of starts."""
+"""Decisions between owners: quotas of tenants, and the order of starts. Pure."""

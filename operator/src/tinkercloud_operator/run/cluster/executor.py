@@ -88,7 +88,7 @@ class Executor:
             rejection = _first_rejection(done)
             if rejection is not None:
                 break
-        if self._remember(observed.name, rejection):
+        if self._remember(observed.session.name, rejection):
             return True
         await self._report(observed, plan)
         if rejection is not None:
@@ -125,17 +125,17 @@ class Executor:
             case CreateSecretMarker():
                 await self._create_secret_marker(observed, action)
             case Delete(key):
-                uid = observed.children[key]["metadata"]["uid"]
+                uid = observed.children.own[key]["metadata"]["uid"]
                 await self._cluster.delete(ObjectRef(key.kind, key.name), uid)
             case SaveRequest() | RemoveModel():
-                self._head_saver.submit(observed.name, action)
+                self._head_saver.submit(observed.session.name, action)
             case SetFinalizer(present):
                 await (
                     self._add_finalizer(observed) if present else self._remove_finalizer(observed)
                 )
             case DeleteSession():
-                ref = ObjectRef("TrainingSession", observed.name)
-                await self._cluster.delete(ref, observed.uid)
+                ref = ObjectRef("TrainingSession", observed.session.name)
+                await self._cluster.delete(ref, observed.session.uid)
 
     async def _create_secret(self, observed: Observed, action: CreateSecret) -> None:
         token = base64.b64encode(secrets.token_urlsafe(32).encode()).decode()
@@ -157,10 +157,10 @@ class Executor:
             Rejected: it belongs to another owner.
             KubernetesError: it could not be read.
         """
-        name = Names(observed.name).token_secret
+        name = Names(observed.session.name).token_secret
         secret = await self._cluster.get(ObjectRef("Secret", name))
         owners = secret["metadata"].get("ownerReferences", [])
-        if all(owner["uid"] != observed.uid for owner in owners):
+        if all(owner["uid"] != observed.session.uid for owner in owners):
             raise Rejected(
                 f"Secret {name} does not belong to this session, but to a deleted session with the"
                 " same name or to another owner; retrying"
@@ -169,7 +169,8 @@ class Executor:
 
     async def _add_finalizer(self, observed: Observed) -> None:
         # With the uid, the apply cannot recreate a session that was deleted in the meantime.
-        own = {"name": observed.name, "uid": observed.uid, "finalizers": [labels.FINALIZER]}
+        session = observed.session
+        own = {"name": session.name, "uid": session.uid, "finalizers": [labels.FINALIZER]}
         applied = await self._cluster.apply(
             {"apiVersion": labels.API_VERSION, "kind": "TrainingSession", "metadata": own}
         )
@@ -181,24 +182,25 @@ class Executor:
         Not with server-side apply, which keeps a finalizer that another field manager has set as
         well, as in a session restored from a backup or from an exported file.
         """
-        ref = ObjectRef("TrainingSession", observed.name)
+        ref = ObjectRef("TrainingSession", observed.session.name)
         try:
             metadata = (await self._cluster.get(ref))["metadata"]
-            if metadata["uid"] == observed.uid:
+            if metadata["uid"] == observed.session.uid:
                 left = [held for held in metadata.get("finalizers", []) if held != labels.FINALIZER]
                 now = {"resourceVersion": metadata["resourceVersion"], "finalizers": left}
                 patched = await self._cluster.merge(ref, {"metadata": now})
                 self._note_own("TrainingSession", patched)
         except NotFound:
             # The session was deleted after it was observed.
-            log.debug("the session is already gone", session=observed.name)
+            log.debug("the session is already gone", session=observed.session.name)
 
     async def _write_status(self, observed: Observed, status: TrainingSessionStatus) -> None:
         content = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        await self.write_status("TrainingSession", observed.name, observed.uid, content)
-        metrics.RESTARTS.inc(status.restarts - observed.status.restarts)
+        session = observed.session
+        await self.write_status("TrainingSession", session.name, session.uid, content)
+        metrics.RESTARTS.inc(status.restarts - session.status.restarts)
         if _became_ready(observed, status):
-            age = (datetime.now(UTC) - observed.created).total_seconds()
+            age = (datetime.now(UTC) - session.created).total_seconds()
             metrics.READY_SECONDS.observe(age)
 
     async def write_status(self, kind: str, name: str, uid: str, content: Manifest) -> None:
@@ -220,14 +222,14 @@ class Executor:
 
     async def _post_event(self, observed: Observed, action: PostEvent) -> None:
         """Post an Event; its name derives from its content, which drops duplicates."""
-        content = f"{observed.uid}/{action.reason}/{action.message}"
-        name = f"{observed.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+        content = f"{observed.session.uid}/{action.reason}/{action.message}"
+        name = f"{observed.session.name}.{hashlib.sha256(content.encode()).hexdigest()[:16]}"
         try:
             await self._cluster.create(_event(observed, action, name))
         except (Conflict, Rejected):
             log.debug(
                 "the Event already exists or was rejected",
-                session=observed.name,
+                session=observed.session.name,
                 reason=action.reason,
             )
 
@@ -243,7 +245,7 @@ def _first_rejection(results: Sequence[BaseException | None]) -> Rejected | None
 
 def _became_ready(observed: Observed, status: TrainingSessionStatus) -> bool:
     now = find(status.conditions, ConditionType.READY)
-    is_first = observed.status.incarnation is None
+    is_first = observed.session.status.incarnation is None
     return is_first and now is not None and now.status == "True"
 
 
@@ -252,13 +254,13 @@ def _event(observed: Observed, action: PostEvent, name: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": name, "namespace": observed.namespace},
+        "metadata": {"name": name, "namespace": observed.session.namespace},
         "involvedObject": {
             "apiVersion": labels.API_VERSION,
             "kind": "TrainingSession",
-            "name": observed.name,
-            "namespace": observed.namespace,
-            "uid": observed.uid,
+            "name": observed.session.name,
+            "namespace": observed.session.namespace,
+            "uid": observed.session.uid,
         },
         "reason": action.reason,
         "message": action.message[:1024],

@@ -18,28 +18,34 @@ from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
+from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
 from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.pods.deadlines import ending_head
+from tinkercloud_operator.decide.pods.disruptions import taints_to_leave
 from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
 from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.read.session_facts import age, is_live
 from tinkercloud_operator.decide.session.status import head_url
-from tinkercloud_operator.decide.tenancy import start_order
-from tinkercloud_operator.decide.tenancy.session_index import SessionIndex, age, is_live
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
-from tinkercloud_operator.decide.tenancy.tenant_quotas import TenantQuotas
+from tinkercloud_operator.run.tenancy.session_index import SessionIndex
+from tinkercloud_operator.run.tenancy.start_order import StartOrder
+from tinkercloud_operator.run.tenancy.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
+    Answers,
     ChildKey,
-    FailedSave,
-    Node,
+    Children,
     Observed,
+    OwnerLimits,
+    Platform,
     Pod,
     PoolCluster,
+    PoolPlace,
     ProgramPod,
-    SaveKey,
+    SessionObject,
+    SessionPods,
 )
 
 Metadata = Mapping[str, Any]
@@ -60,28 +66,6 @@ _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
 """Kinds that determine whether a session's pods are scheduled."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Inputs of a snapshot that are not watched objects."""
-
-    has_kuberay: bool
-    has_device_claims: bool
-    starts_in_order: bool
-    nodes: tuple[Node, ...] | None
-    apply_error: str | None
-    completed_saves: Mapping[SaveKey, str | None]
-    pending_saves: frozenset[SaveKey]
-    now: datetime
-    kuberay_gap: str | None = None
-    own_gap: str | None = None
-    node_taints: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    pool_message: str | None = None
-    takes_spare: bool = False
-    failed_saves: Mapping[SaveKey, FailedSave] = field(default_factory=dict)
-    engines_needed: int | None = None
-    is_emptied: bool = False
-
-
 def _kept(kind: str, manifest: Manifest) -> Manifest:
     interned: Manifest = parsing.interned(parsing.slim(kind, manifest))
     return interned
@@ -95,6 +79,8 @@ def _objects_of(kind: str) -> Objects[Manifest]:
 class Watched:
     """The objects of one namespace. Methods that take objects return the sessions affected."""
 
+    starts_in_order: bool = True
+    """Whether sessions that compete for devices start one after the other."""
     sessions: Objects[Manifest] = field(default_factory=partial(_objects_of, "TrainingSession"))
     """By name."""
     base_models: Objects[Manifest] = field(default_factory=partial(_objects_of, "BaseModel"))
@@ -113,7 +99,7 @@ class Watched:
     """Children by session."""
     _failures: dict[str, Manifest] = field(default_factory=dict)
     """By session: its last failed pod, which may be gone."""
-    _turns: start_order.StartOrder = field(default_factory=start_order.StartOrder)
+    _turns: StartOrder = field(default_factory=StartOrder)
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
         """Note the state of one object; return the sessions to reconcile."""
@@ -147,65 +133,72 @@ class Watched:
                 affected |= self._apply(kind, manifest, change)
         return affected
 
-    def observed(self, name: str, surroundings: Surroundings) -> Observed | None:
-        """Return what is known of a session; None if it does not exist, or can't be read."""
+    def admit(self, name: str) -> None:
+        """Reserve what a session needs to start: its tenant's quota, and its turn.
+
+        A session that has to wait, or that is rejected now, reserves nothing. Nothing else here
+        reserves anything: all other methods read, or note what exists.
+        """
+        session = self.sessions.get(name)
+        if session is None or _session_object(session) is None:
+            return
+        has_cluster = self.has_cluster(name)
+        if self.resolved(session) is None:
+            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
+        else:
+            self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+        if self._is_ordered(session) and self._quota_message(session) is None:
+            self._turns.admit(session, self.offering)
+
+    def observed(
+        self, name: str, *, pool: PoolPlace, platform: Platform, answers: Answers, now: datetime
+    ) -> Observed | None:
+        """Return what is known of a session; None if it does not exist, or can't be read.
+
+        Args:
+            name: of the session.
+            pool: its place on a cluster that other sessions may use.
+            platform: what the Kubernetes cluster offers.
+            answers: the answers to earlier requests for this session.
+            now: the current time.
+        """
         manifest = self.sessions.get(name)
-        if manifest is None:
+        session = _session_object(manifest) if manifest is not None else None
+        if manifest is None or session is None:
             return None
-        metadata = manifest["metadata"]
-        annotations = metadata.get("annotations", {})
-        parsed = _parsed(manifest)
-        if parsed is None:
-            return None
-        spec, status, created = parsed
         everything = self._children.get(name, {})
-        children = _of_session(everything, metadata["uid"])
-        base_model = self._base_model(spec.base_model)
-        quota_message = self._quota_message(manifest)
-        may_start = surroundings.starts_in_order and quota_message is None
+        children = _of_session(everything, session.uid)
+        base_model = self._base_model(session.spec.base_model)
         return Observed(
-            name=name,
-            namespace=metadata["namespace"],
-            uid=metadata["uid"],
-            generation=metadata.get("generation", 0),
-            created=created,
-            deleted=parse_time(metadata.get("deletionTimestamp")),
-            has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
-            is_declared=spec.model_id is None and not _is_for_client(metadata),
-            spec=spec,
-            status=status,
-            last_activity=parsing.last_activity(manifest),
-            degraded=annotations.get(labels.DEGRADED),
-            retried=parse_time(annotations.get(labels.RETRY)),
+            session=session,
             base_model=base_model,
-            sessions_of_owner=self.older_siblings(manifest, base_model),
-            start_order_message=self._turn(manifest) if may_start else None,
-            children=_without_pods(children),
-            pods=pods_of(children, are_scaled=False),
-            scaled_pods=pods_of(children, are_scaled=True),
-            engines_needed=surroundings.engines_needed,
-            is_emptied=surroundings.is_emptied,
-            program_pods=_program_pods(children),
-            failed=failed_pod(self._failures.get(name), children),
-            predecessors={key: item for key, item in everything.items() if key not in children},
-            has_secret=has_secret(name, children),
-            has_kuberay=surroundings.has_kuberay,
-            has_device_claims=surroundings.has_device_claims,
-            nodes=surroundings.nodes,
-            apply_error=surroundings.apply_error,
-            completed_saves=surroundings.completed_saves,
-            pending_saves=surroundings.pending_saves,
-            failed_saves=surroundings.failed_saves,
-            now=surroundings.now,
-            kuberay_gap=surroundings.kuberay_gap,
-            own_gap=surroundings.own_gap,
-            node_taints=surroundings.node_taints,
-            leave_node=annotations.get(labels.LEAVE_NODE),
-            pool_cluster=self._pool_cluster(spec, metadata),
-            pool_message=surroundings.pool_message,
-            takes_spare=surroundings.takes_spare,
+            limits=self._limits(manifest, session.spec.owner, base_model),
+            children=Children(
+                own=_without_pods(children),
+                predecessors={key: each for key, each in everything.items() if key not in children},
+                has_secret=has_secret(name, children),
+            ),
+            pods=SessionPods(
+                required=pods_of(children, are_scaled=False),
+                scaled=pods_of(children, are_scaled=True),
+                of_program=_program_pods(children),
+                failed=failed_pod(self._failures.get(name), children),
+            ),
+            pool=pool,
+            platform=platform,
+            answers=answers,
+            now=now,
+        )
+
+    def _limits(
+        self, session: Manifest, owner: str, base_model: BaseModelSpec | None
+    ) -> OwnerLimits:
+        quota_message = self._quota_message(session)
+        return OwnerLimits(
+            sessions_of_owner=self.older_siblings(session, base_model),
+            tenant=self._tenant_of(owner),
             quota_message=quota_message,
-            tenant=self._tenant_of(spec.owner),
+            start_order_message=self._turn_message(session) if quota_message is None else None,
         )
 
     def has_only_ready_pods(self, name: str) -> bool:
@@ -226,13 +219,17 @@ class Watched:
         """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
         return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
 
-    def _pool_cluster(self, spec: TrainingSessionSpec, metadata: Manifest) -> PoolCluster | None:
+    def pool_cluster(self, session: str) -> PoolCluster | None:
         """Return the pool cluster of a session, or its spare, if it has one that exists."""
-        name, namespace = spec.pool_cluster, metadata["namespace"]
+        member = self.sessions.get(session)
+        if member is None:
+            return None
+        name, namespace = member["spec"].get("poolCluster"), member["metadata"]["namespace"]
         manifest = self.sessions.get(name) if name is not None else None
         if name is None or manifest is None or not is_cluster(manifest):
             return None
-        if spec.sharing == "Dedicated" and taken_by(manifest) != metadata["uid"]:
+        is_shared = member["spec"].get("sharing") == "Shared"
+        if not is_shared and taken_by(manifest) != member["metadata"]["uid"]:
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
@@ -294,23 +291,17 @@ class Watched:
         ]
 
     def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
-        """Return whether a session has pods on cordoned nodes that it needs and must leave.
-
-        `decide.pods.disruptions` decides the same for a session that is observed in full.
-        """
+        """Return whether a session has pods on cordoned nodes that it needs and must leave."""
         session = self.sessions.get(name)
         if session is None or not nodes:
             return False
-        base_model = self._base_model(session["spec"].get("baseModel", ""))
-        if base_model is None or CORDON in base_model.sessions.leave_taints:
-            left = nodes
-        else:
-            asked = session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE)
-            left = nodes & {asked}
-        return any(
-            each.node in left and not (each.is_terminating or {"", CORDON} & each.tolerations)
-            for each in pods_of(self._children.get(name, {}), are_scaled=False)
+        found = taints_to_leave(
+            pods_of(self._children.get(name, {}), are_scaled=False),
+            self._base_model(session["spec"].get("baseModel", "")),
+            dict.fromkeys(nodes, frozenset({CORDON})),
+            session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE),
         )
+        return any(True for _ in found)
 
     def offering(self, model_name: str) -> Manifest | None:
         """Return the BaseModel of a model name: the oldest, if there are several."""
@@ -327,20 +318,23 @@ class Watched:
             return 0
         return self._owners.older(manifest)
 
-    def _turn(self, session: Manifest) -> str | None:
+    def _is_ordered(self, session: Manifest) -> bool:
+        """Return whether a session has to wait for its turn to create its pods."""
+        return self.starts_in_order and not self.has_cluster(session["metadata"]["name"])
+
+    def _turn_message(self, session: Manifest) -> str | None:
         """Return why other sessions have their pods first, if any compete with this one."""
-        name = session["metadata"]["name"]
-        if self.has_cluster(name):
+        if not self._is_ordered(session):
             return None
-        return self._turns.admit(session, self.offering)
+        return self._turns.waiting_message(session, self.offering)
 
     def _quota_message(self, session: Manifest) -> str | None:
         """Return which limit of its owner's tenant a session waits for, if any."""
-        has_cluster = self.has_cluster(session["metadata"]["name"])
-        if self.resolved(session) is None:
-            self.quotas.reject(session, self.offering, has_cluster=has_cluster)
-            return None
-        return self.quotas.admit(session, self.offering, has_cluster=has_cluster)
+        message = self.quotas.waiting_message(
+            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
+        )
+        is_rejected = message is not None and self.resolved(session) is None
+        return None if is_rejected else message
 
     def resolved(self, session: Manifest) -> ResolvedSpec | None:
         """Return what a session would start with now; None if it would be rejected."""
@@ -456,21 +450,34 @@ class Watched:
             del self._failures[session]
 
 
-def _is_for_client(metadata: Metadata) -> bool:
-    return labels.CREATED_FOR in metadata.get("annotations", {})
-
-
-def _parsed(
-    manifest: Manifest,
-) -> tuple[TrainingSessionSpec, TrainingSessionStatus, datetime] | None:
-    """Return the spec, the status and the creation time of a session; None if it is unreadable."""
-    created = parse_time(manifest["metadata"]["creationTimestamp"])
+def _session_object(manifest: Manifest) -> SessionObject | None:
+    """Read a TrainingSession; None if this version of the operator cannot read it."""
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations", {})
+    created = parse_time(metadata["creationTimestamp"])
     try:
         spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
         status = parsing.session_status(manifest)
     except ValidationError:
         return None
-    return None if created is None else (spec, status, created)
+    if created is None:
+        return None
+    return SessionObject(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        created=created,
+        deleted=parse_time(metadata.get("deletionTimestamp")),
+        has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+        is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
+        spec=spec,
+        status=status,
+        last_activity=parsing.last_activity(manifest),
+        degraded=annotations.get(labels.DEGRADED),
+        leave_node=annotations.get(labels.LEAVE_NODE),
+        retried=parse_time(annotations.get(labels.RETRY)),
+    )
 
 
 def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:

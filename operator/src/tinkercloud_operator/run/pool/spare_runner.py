@@ -84,14 +84,21 @@ class Spares:
 
     def is_promised(self, session: str) -> bool:
         """Return whether a session is about to take over a spare, so that it starts no pods."""
+        return session in self._promised
+
+    def promise(self, session: str) -> None:
+        """Promise a session the spare that it is to take over next, if there is one.
+
+        It is enqueued when it has the spare, or when the spare is gone.
+        """
+        self._promised.pop(session, None)
         known = self._watched.sessions.get(session)
         if known is None or not self.concern(known) or self._watched.has_cluster(session):
-            return False
-        plan = plan_spares(self.facts(known["spec"].get("baseModel", "")))
-        is_promised = session in plan.take or session in plan.place
-        if is_promised:
-            self._promised[session] = known["spec"].get("baseModel", "")
-        return is_promised
+            return
+        model_name = str(known["spec"].get("baseModel", ""))
+        plan = plan_spares(self.facts(model_name))
+        if session in plan.take or session in plan.place:
+            self._promised[session] = model_name
 
     def concern(self, session: Manifest) -> bool:
         """Return whether the BaseModel of a session has, or had, spares."""
@@ -127,6 +134,9 @@ class Spares:
             KubernetesError: a request failed; the next attempt continues where this one ended.
         """
         plan = plan_spares(self.facts(model_name))
+        for session in plan.take:
+            # Before the first request: what the limits have room for now may be gone after it.
+            self._watched.admit(session)
         base_model = self._watched.offering(model_name)
         create = plan.create if base_model is not None else ()
         failures = await _failures_of(

@@ -1,4 +1,4 @@
-"""The order in which sessions that compete for devices get their pods; no I/O.
+"""The order in which sessions that compete for devices get their pods. Pure.
 
 Without an order, two sessions could each get half of the GPUs and wait forever for the other half.
 Therefore at most one of the competing sessions has unscheduled pods at a time. Its pods claim
@@ -8,8 +8,8 @@ that Kueue or another scheduler places are left to those.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -21,7 +21,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.decide.read import parsing
-from tinkercloud_operator.decide.tenancy.session_index import age
+from tinkercloud_operator.decide.read.session_facts import age
 from tinkercloud_operator.decide.tenancy.turns import in_turn
 from tinkercloud_operator.spec.snapshot import ChildKey
 
@@ -168,109 +168,34 @@ def _owns(owner: Manifest, child: Manifest) -> bool:
     return is_owned and "deletionTimestamp" not in metadata
 
 
-Offering = Callable[[str], Manifest | None]
-"""Returns the active BaseModel of a model name, if there is one."""
+def in_start_order(
+    waiting: Iterable[Manifest], holding: Iterable[Manifest], admitted: Set[str]
+) -> Iterator[Manifest]:
+    """Yield the sessions that wait for devices: those that may start, then by turn.
+
+    The order is the same for all sessions, whichever compete, so there is always one that waits for
+    no other.
+
+    Args:
+        waiting: sessions without nodes that need devices.
+        holding: sessions with a RayCluster that need devices.
+        admitted: names of the sessions that may start.
+    """
+    listed = sorted(waiting, key=age)
+    queued = [each for each in listed if each["metadata"]["name"] not in admitted]
+    started = [each for each in listed if each["metadata"]["name"] in admitted]
+    names = {each["metadata"]["name"] for each in started}
+    held = Counter(map(owner_of, started))
+    held.update(owner_of(each) for each in holding if each["metadata"]["name"] not in names)
+    yield from started
+    yield from in_turn(queued, owner_of, held)
 
 
-@dataclass(slots=True)
-class StartOrder:
-    """The sessions of a namespace that wait for nodes. Belongs to one event loop."""
+def claim_of(spec: Manifest, offering: Manifest | None) -> Claim | None:
+    """Return what a session competes for, given its spec and its BaseModel as in YAML.
 
-    _waiting: dict[str, Manifest] = field(default_factory=dict)
-    """By name."""
-    _holding: dict[str, Manifest] = field(default_factory=dict)
-    """Sessions that have a RayCluster, by name."""
-    _admitted: set[str] = field(default_factory=set)
-    """Sessions that may start; their RayClusters may not be visible yet."""
-    _claims: dict[str, tuple[Manifest, Manifest | None, Claim | None]] = field(default_factory=dict)
-    """By session: its spec, its BaseModel, and the claim that follows from them."""
-
-    def note(
-        self, name: str, session: Manifest | None, children: Mapping[ChildKey, Manifest]
-    ) -> bool:
-        """Record a session and its children; return whether it may be another session's turn.
-
-        That is so if this one has just stopped waiting, or holds no devices any more.
-        """
-        if session is None:
-            self._claims.pop(name, None)
-        has_cluster = session is not None and ChildKey("RayCluster", name) in children
-        was_holding = self._holding.pop(name, None) is not None
-        if session is not None and has_cluster:
-            self._holding[name] = session
-        is_freed = was_holding and not has_cluster
-        if session is not None and waits_for_nodes(session) and not has_nodes(session, children):
-            self._waiting[name] = session
-            if has_cluster:
-                self._admitted.add(name)
-            return is_freed
-        self._admitted.discard(name)
-        return self._waiting.pop(name, None) is not None or is_freed
-
-    def admit(self, session: Manifest, offering: Offering) -> str | None:
-        """Admit a session if no other one that competes is before it; otherwise say why it waits.
-
-        Args:
-            session: the session.
-            offering: returns the active BaseModel of a model name, if there is one.
-        """
-        name = session["metadata"]["name"]
-        own = self._claim(session, offering)
-        if own is None or name in self._admitted:
-            return None
-        ahead = []
-        for other in self._in_order({**self._waiting, name: session}, offering):
-            if other["metadata"]["name"] == name:
-                break
-            found = self._claim(other, offering)
-            if found is not None and compete(own, found):
-                ahead.append(other)
-        if ahead:
-            return waiting_message(session, ahead)
-        self._admitted.add(name)
-        return None
-
-    def next(self, offering: Offering) -> set[str]:
-        """Return, for each BaseModel, the session that is next to start."""
-        first: dict[str, str] = {}
-        for session in self._in_order(self._waiting, offering):
-            if session["metadata"]["name"] not in self._admitted:
-                model = session["spec"].get("baseModel", "")
-                first.setdefault(model, session["metadata"]["name"])
-        return set(first.values())
-
-    def _in_order(self, waiting: Mapping[str, Manifest], offering: Offering) -> Iterator[Manifest]:
-        """Yield the sessions that wait for devices: those that may start, then by turn.
-
-        The order is the same for all sessions, whichever compete, so there is always one that
-        waits for no other.
-        """
-        listed = sorted(
-            (each for each in waiting.values() if self._claim(each, offering) is not None), key=age
-        )
-        queued = [each for each in listed if each["metadata"]["name"] not in self._admitted]
-        started = [each for each in listed if each["metadata"]["name"] in self._admitted]
-        names = {each["metadata"]["name"] for each in started}
-        held = Counter(map(owner_of, started))
-        held.update(
-            owner_of(each)
-            for name, each in self._holding.items()
-            if name not in names and self._claim(each, offering) is not None
-        )
-        yield from started
-        yield from in_turn(queued, owner_of, held)
-
-    def _claim(self, session: Manifest, offering: Offering) -> Claim | None:
-        name, spec = session["metadata"]["name"], session["spec"]
-        offer = offering(spec.get("baseModel", ""))
-        known = self._claims.get(name)
-        if known is None or known[0] is not spec or known[1] is not offer:
-            known = (spec, offer, _claim(spec, offer))
-            self._claims[name] = known
-        return known[2]
-
-
-def _claim(spec: Manifest, offering: Manifest | None) -> Claim | None:
+    None if nothing is ordered, or if one of them can't be read.
+    """
     try:
         session = TrainingSessionSpec.model_validate(spec)
     except ValidationError:

@@ -4,10 +4,10 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tinkercloud_crds.quota_fields import Age
 from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide.read.session_facts import age, is_live
 
-Age = tuple[str, str]
-"""Creation time and name: sorts objects oldest first; the name breaks ties."""
 Group = tuple[str, str | None]
 """BaseModel and owner."""
 
@@ -55,16 +55,6 @@ class SessionIndex:
     def older(self, session: Manifest) -> int:
         """Return how many live sessions of the same owner and BaseModel are older."""
         return bisect_left(self._live.get(_group(session), []), age(session))
-
-
-def is_live(session: Manifest) -> bool:
-    """Return whether a session counts towards its owner's session limit."""
-    return session.get("status", {}).get("finishedTime") is None
-
-
-def age(manifest: Manifest) -> Age:
-    """Return the sort key that orders objects oldest first; the name breaks ties."""
-    return manifest["metadata"]["creationTimestamp"], manifest["metadata"]["name"]
 
 
 def _model(session: Manifest) -> str:
