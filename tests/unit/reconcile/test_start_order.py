@@ -126,6 +126,18 @@ def test_reading_whose_turn_it_is_gives_nobody_a_turn() -> None:
     assert queue.turn("young") is not None
 
 
+def test_a_suspended_session_gets_no_turn_before_it_is_resumed() -> None:
+    queue = Queue(**HALF)
+    queue.make("young", second=2, suspend=True)
+    queue.turn("young")
+    queue.make("old", second=1)
+    assert queue.turn("old") is None
+
+    queue.make("young", second=2)
+
+    assert queue.turn("young") is not None
+
+
 def test_a_session_learns_nothing_of_those_of_other_owners_but_their_number() -> None:
     queue = Queue(**HALF)
     secret = "0/4 nodes are available: 4 node(s) lack label dataset=secret-project-x"

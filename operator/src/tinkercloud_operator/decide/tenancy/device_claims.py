@@ -97,10 +97,15 @@ def _may_be_same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
     return all(one[key] == other[key] for key in one.keys() & other.keys())
 
 
+def may_have_pods(session: Manifest) -> bool:
+    """Return whether a session may have pods: it is neither suspended by its owner nor deleted."""
+    return "deletionTimestamp" not in session["metadata"] and not session["spec"].get("suspend")
+
+
 def waits_for_nodes(session: Manifest) -> bool:
     """Return whether a session has or will have unscheduled pods, according to its last status."""
     status = session.get("status", {})
-    if "deletionTimestamp" in session["metadata"] or session["spec"].get("suspend"):
+    if not may_have_pods(session):
         return False
     if status.get("finishedTime") is not None:
         return False

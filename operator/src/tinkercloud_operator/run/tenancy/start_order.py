@@ -14,6 +14,7 @@ from tinkercloud_operator.decide.tenancy.device_claims import (
     compete,
     has_nodes,
     in_start_order,
+    may_have_pods,
     waiting_message,
     waits_for_nodes,
 )
@@ -65,7 +66,7 @@ class StartOrder:
             session: the session.
             offering: returns the active BaseModel of a model name, if there is one.
         """
-        is_ordered = self._claim(session, offering) is not None
+        is_ordered = may_have_pods(session) and self._claim(session, offering) is not None
         if is_ordered and self.waiting_message(session, offering) is None:
             self._admitted.add(session["metadata"]["name"])
 
