@@ -14,7 +14,7 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, PagingPlace
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 HIDDEN, INNER, QUERIES, KEYS, LAYERS, VOCABULARY = 2560, 9728, 4096, 1024, 36, 151_936
@@ -50,7 +50,7 @@ def trained_adapter() -> TrainedModel:
     return model
 
 
-def seconds_of(place: Place, model: TrainedModel) -> tuple[list[float], list[float]]:
+def seconds_of(place: PagingPlace, model: TrainedModel) -> tuple[list[float], list[float]]:
     """Return how long the model took to leave and to return."""
     models, out, back = Models(place, lambda size: size - room[0]), [], []
     room = [2 * model.full_bytes]
@@ -76,7 +76,7 @@ def main() -> None:
         f" content; copying it within memory takes {1e3 * copy_seconds(content):.0f} ms"
     )
     with tempfile.TemporaryDirectory() as folder:
-        places: dict[str, Place] = {
+        places: dict[str, PagingPlace] = {
             "host memory": HostMemory(lambda: None),
             "files": DiskFiles(Path(folder), 1 << 40),
         }

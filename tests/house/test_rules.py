@@ -84,6 +84,17 @@ def test_a_class_that_can_change_is_found() -> None:
     assert stateful_classes(changing + frozen + chosen) == ["Index"]
 
 
+def test_a_public_class_has_a_name_of_its_own_in_its_package() -> None:
+    names = Counter(
+        (next(part for part in path.parts if part.startswith("tinkercloud_")), node.name)
+        for path in PRODUCT
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_generated_pages_are_up_to_date() -> None:
     subprocess.run([sys.executable, "tools/write_docs.py", "--check"], cwd=ROOT, check=True)
 

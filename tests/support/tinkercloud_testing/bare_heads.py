@@ -42,7 +42,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
-from tinkercloud_worker.training.paging import Place
+from tinkercloud_worker.training.paging import PagingPlace
 
 MODEL = ModelId("s", 0)
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
@@ -212,7 +212,7 @@ def a_head(
     durability: DurabilityConfig | None = None,
     make: Callable[[], PreTrainedModel] = tiny_llama,
     available: Available = lambda: None,
-    place: Place | None = None,
+    place: PagingPlace | None = None,
     spec: ModelSpec = SPEC,
 ) -> Iterator[Head]:
     """Run a head in this process; the end of the context is like killing it."""

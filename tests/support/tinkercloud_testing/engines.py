@@ -29,7 +29,7 @@ from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 from tinkercloud_worker.torch_sampler.versions import Versions
 from tinkercloud_worker.torch_trainer.model_memory import ModelMemory
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
-from tinkercloud_worker.training.paging import Place
+from tinkercloud_worker.training.paging import PagingPlace
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def an_engine(
     max_sampler_bytes: int = 1 << 30,
     graph_capturer: GraphCapturer | None = None,
     available: Available = lambda: None,
-    place: Place | None = None,
+    place: PagingPlace | None = None,
     max_batch_tokens: int = 256,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""

@@ -19,7 +19,7 @@ from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken, StopRules
 from tinkercloud_worker.engine.sampling.stopping import StopStringSearch, cut_at_stop
-from tinkercloud_worker.head.serve.chat_endpoints import Answer, Run
+from tinkercloud_worker.head.serve.chat_endpoints import Run, WireAnswer
 
 HERMES_TEMPLATE = """
 {%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}
@@ -126,7 +126,7 @@ def _body(content: dict[str, Any], fields: dict[str, Any], *, streams: bool) -> 
     return orjson.dumps({**content, "stream": streams, **fields})
 
 
-def _answered(answer: Answer, asked: Asked, text: ChatText, said: Sequence[int]) -> bytes:
+def _answered(answer: WireAnswer, asked: Asked, text: ChatText, said: Sequence[int]) -> bytes:
     ends = text.turn_ends | {EOS_TOKEN_ID}
     choices = [
         Choice(text, prompt, ends, asked.stops, asked.parses_tools)

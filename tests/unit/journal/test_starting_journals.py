@@ -15,7 +15,7 @@ from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_testing.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.shared_log import Place, SharedLog
+from tinkercloud_worker.journal.shared_log import LogPlace, SharedLog
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,7 +53,7 @@ async def store(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
     """Return the gate of a checkpoint store that takes time to create the first object."""
     gate, take_over = Gate(asyncio.get_running_loop()), SharedLog.take_over
 
-    async def take_over_late(log: SharedLog, *arguments: Any) -> Place:
+    async def take_over_late(log: SharedLog, *arguments: Any) -> LogPlace:
         await asyncio.to_thread(gate.wait)
         return await take_over(log, *arguments)
 

@@ -10,8 +10,8 @@ from tinkercloud_worker.head.model.model_lifetime import (
     TRANSITIONS,
     ImpossibleTransition,
     ModelEvent,
+    ModelPlace,
     ModelState,
-    Place,
     after,
 )
 
@@ -53,7 +53,7 @@ def requests_for(state: ModelState) -> str:
         return "fail: moved"
     if state is ModelState.WRITTEN:
         return "fail: stopping"
-    return "are accepted" if state.place is Place.MEMORY else "fail: not found"
+    return "are accepted" if state.place is ModelPlace.MEMORY else "fail: not found"
 
 
 @pytest.mark.parametrize(("before", "event", "following"), ROWS)
@@ -97,7 +97,7 @@ def test_each_state_can_be_reached_and_each_event_happens_somewhere() -> None:
 
 def test_a_model_in_memory_leaves_it_only_for_the_store_another_head_or_a_deletion() -> None:
     for (before, event), following in TRANSITIONS.items():
-        if before.place is Place.MEMORY and following.place is not Place.MEMORY:
+        if before.place is ModelPlace.MEMORY and following.place is not ModelPlace.MEMORY:
             expected = {
                 ModelEvent.STORED,
                 ModelEvent.TAKE_OVER,

@@ -29,7 +29,7 @@ from tinkercloud_worker.torch_trainer.trainer import (
     TorchTrainerWithSampler,
 )
 from tinkercloud_worker.training.device_memory import DeviceMemory
-from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, Place
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Models, PagingPlace
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 LORA = LoraConfig(rank=4, seed=1)
@@ -44,7 +44,7 @@ class Machine:
     """
 
     def __init__(
-        self, room: float, place: Place | None, kind: type[TorchTrainer] = TorchTrainer
+        self, room: float, place: PagingPlace | None, kind: type[TorchTrainer] = TorchTrainer
     ) -> None:
         self.unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=32)
         self.unlimited.add_model("m", LORA)
@@ -80,7 +80,7 @@ class Machine:
 
 
 @pytest.fixture(params=["host memory", "files"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> PagingPlace:
     return (
         HostMemory(lambda: None) if request.param == "host memory" else DiskFiles(tmp_path, 1 << 30)
     )
@@ -94,7 +94,7 @@ def assert_same_models(machine: Machine) -> None:
         assert_equal(moments_of(ours), moments_of(theirs), atol=0)
 
 
-def test_more_models_than_fit_train_with_the_bits_of_models_that_stay(place: Place) -> None:
+def test_more_models_than_fit_train_with_the_bits_of_models_that_stay(place: PagingPlace) -> None:
     machine = Machine(2.5, place)
 
     machine.add(*NAMES)
@@ -132,7 +132,7 @@ def test_a_changed_bit_of_a_model_on_the_disk_is_noticed(
         content()
 
 
-def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: Place) -> None:
+def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: PagingPlace) -> None:
     machine = Machine(1, place)
     machine.add("first")
     machine.step("first", seed=0)
@@ -148,7 +148,7 @@ def test_an_idle_model_takes_no_memory_and_keeps_its_unapplied_gradient(place: P
 
 @pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithSampler])
 def test_a_model_that_is_away_is_saved_and_published_without_taking_memory(
-    place: Place, kind: type[TorchTrainer]
+    place: PagingPlace, kind: type[TorchTrainer]
 ) -> None:
     machine = Machine(1, place, kind)
     machine.add("first")
@@ -171,7 +171,7 @@ def test_a_model_that_is_away_is_saved_and_published_without_taking_memory(
     assert machine.trainer.memory_bytes("second") > 0
 
 
-def test_to_save_a_model_does_not_count_as_its_use(place: Place) -> None:
+def test_to_save_a_model_does_not_count_as_its_use(place: PagingPlace) -> None:
     machine = Machine(2.5, place)
     machine.add("first", "second")
     machine.trainer.export_state("first")
@@ -181,7 +181,7 @@ def test_to_save_a_model_does_not_count_as_its_use(place: Place) -> None:
     assert machine.trainer.memory_bytes("first") == 0
 
 
-def test_the_model_that_was_used_least_recently_leaves_first(place: Place) -> None:
+def test_the_model_that_was_used_least_recently_leaves_first(place: PagingPlace) -> None:
     machine = Machine(2.5, place)
     machine.add("first", "second")
     machine.step("first", seed=0)
@@ -192,7 +192,7 @@ def test_the_model_that_was_used_least_recently_leaves_first(place: Place) -> No
     assert machine.trainer.memory_bytes("first") > 0
 
 
-def test_models_that_share_a_pass_are_all_loaded_or_none_is_changed(place: Place) -> None:
+def test_models_that_share_a_pass_are_all_loaded_or_none_is_changed(place: PagingPlace) -> None:
     machine = Machine(2.5, place)
     machine.add(*NAMES[:3])
     trainer = machine.trainer
@@ -208,7 +208,7 @@ def test_models_that_share_a_pass_are_all_loaded_or_none_is_changed(place: Place
     assert ours == theirs
 
 
-def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Place) -> None:
+def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: PagingPlace) -> None:
     machine = Machine(1, place)
     machine.add("first", "second")
     batch = prepare(a_request(random_data([30, 30, 30])), machine.trainer.limits)
@@ -350,7 +350,7 @@ def test_a_model_that_was_admitted_finds_room_for_the_rest_of_its_request(
                 assert ours == theirs
 
 
-def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: Place) -> None:
+def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: PagingPlace) -> None:
     machine = Machine(1, place)
     machine.add("first")
     run(machine.trainer, random_data([7]), model_id="first")
@@ -366,7 +366,9 @@ def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: Place) -
 
 
 @pytest.mark.parametrize("full", [Full(), None], ids=["a full place", "no place"])
-def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(full: Place | None) -> None:
+def test_without_a_place_for_idle_models_the_next_one_gets_the_numbers(
+    full: PagingPlace | None,
+) -> None:
     machine = Machine(2.5, full)
     machine.add("first", "second")
     machine.step("first", seed=0)
@@ -437,7 +439,7 @@ def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(
     assert full.more_models == 0
 
 
-def test_no_room_is_reported_for_a_model_that_is_larger_than_the_device(place: Place) -> None:
+def test_no_room_is_reported_for_a_model_that_is_larger_than_the_device(place: PagingPlace) -> None:
     machine = Machine(2.5, place)
     for name in NAMES:
         machine.add(name)
@@ -454,7 +456,7 @@ def test_no_room_is_reported_for_a_model_that_is_larger_than_the_device(place: P
     machine.trainer.add_model("large", LoraConfig(rank=8))
 
 
-def test_a_model_that_is_removed_while_it_is_away_is_gone(place: Place) -> None:
+def test_a_model_that_is_removed_while_it_is_away_is_gone(place: PagingPlace) -> None:
     machine = Machine(1, place)
     machine.add("first", "second")
     machine.trainer.remove_model("first")

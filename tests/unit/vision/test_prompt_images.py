@@ -21,7 +21,7 @@ from tinkercloud_worker.engine.batch import Batch, ModelLimits, prepare
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampling import sampling_request
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
-from tinkercloud_worker.vision.processor import ImageProcessor, load_processor
+from tinkercloud_worker.vision.processor import VisionProcessor, load_processor
 
 IMAGE_TOKEN, VIDEO_TOKEN = 90, 91
 LIMITS = ModelLimits(vocab_size=100, max_context_length=40)
@@ -50,7 +50,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> PromptImages:
     assert load_processor(str(folder)) is None
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     processor = load_processor(str(folder))
-    assert isinstance(processor, ImageProcessor)
+    assert isinstance(processor, VisionProcessor)
     return PromptImages(processor, ImageLimits())
 
 

@@ -28,7 +28,7 @@ from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.vision.prepared import PreparedImage
-from tinkercloud_worker.vision.processor import ImageProcessor, load_processor
+from tinkercloud_worker.vision.processor import VisionProcessor, load_processor
 
 IMAGE_TOKEN = 90
 WIDTH, HEIGHT = 84, 56
@@ -57,14 +57,14 @@ def a_folder(folder: Path, family: str) -> Path:
     return folder
 
 
-def a_processor(folder: Path, family: str) -> ImageProcessor:
+def a_processor(folder: Path, family: str) -> VisionProcessor:
     processor = load_processor(str(a_folder(folder, family)))
     assert processor is not None
     return processor
 
 
 @pytest.fixture(scope="module")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> ImageProcessor:
+def processor(tmp_path_factory: pytest.TempPathFactory) -> VisionProcessor:
     return a_processor(tmp_path_factory.mktemp("qwen"), "qwen2_5_vl")
 
 
@@ -81,14 +81,14 @@ def rgb(grey: npt.NDArray[np.uint8]) -> Image.Image:
     return Image.fromarray(np.repeat(grey[:, :, None], 3, 2))
 
 
-def read(processor: ImageProcessor, data: bytes, *, seen: bool = False) -> PreparedImage:
+def read(processor: VisionProcessor, data: bytes, *, seen: bool = False) -> PreparedImage:
     file_format = "png" if data.startswith(b"\x89PNG") else "jpeg"
     part = ImagePart(0, data, file_format, None, as_seen=seen)
     [image] = processor.prepare(np.array([1], np.int32), [part]).images
     return image
 
 
-def plain(processor: ImageProcessor, image: Image.Image) -> PreparedImage:
+def plain(processor: VisionProcessor, image: Image.Image) -> PreparedImage:
     """Return what becomes of an image in RGB."""
     return read(processor, encoded(image, "png"))
 
@@ -199,7 +199,7 @@ BOTH: dict[str, Callable[[], tuple[bytes, Image.Image]]] = {
 
 @pytest.mark.parametrize("case", BOTH)
 def test_every_kind_of_file_has_the_pixels_of_its_picture_on_white(
-    processor: ImageProcessor, case: str
+    processor: VisionProcessor, case: str
 ) -> None:
     data, expected = BOTH[case]()
 
@@ -258,7 +258,7 @@ def turned(orientation: int, file_format: str = "png") -> bytes:
 @pytest.mark.parametrize("orientation", range(10))
 @pytest.mark.parametrize("file_format", ["png", "jpeg"])
 def test_conversations_see_photos_upright(
-    processor: ImageProcessor, orientation: int, file_format: str
+    processor: VisionProcessor, orientation: int, file_format: str
 ) -> None:
     data = turned(orientation, file_format)
 
@@ -274,7 +274,7 @@ def test_conversations_see_photos_upright(
 
 
 @pytest.mark.parametrize("orientation", [3, 6])
-def test_chunks_of_the_sdk_are_not_turned(processor: ImageProcessor, orientation: int) -> None:
+def test_chunks_of_the_sdk_are_not_turned(processor: VisionProcessor, orientation: int) -> None:
     data = turned(orientation)
     stored = Image.open(io.BytesIO(data)).convert("RGB")
 
@@ -285,7 +285,7 @@ def test_chunks_of_the_sdk_are_not_turned(processor: ImageProcessor, orientation
     assert Image.open(io.BytesIO(image.encoded)).getexif().get(0x0112) is None
 
 
-def test_damaged_exif_data_turns_nothing(processor: ImageProcessor) -> None:
+def test_damaged_exif_data_turns_nothing(processor: VisionProcessor) -> None:
     file = io.BytesIO()
     rgb(strokes()).save(file, format="png", exif=b"Exif\0\0II*\0\xff\xff\xff\xff")
 
@@ -294,7 +294,7 @@ def test_damaged_exif_data_turns_nothing(processor: ImageProcessor) -> None:
     assert np.array_equal(image.pixels, plain(processor, rgb(strokes())).pixels)
 
 
-def test_a_turned_transparent_picture_is_both(processor: ImageProcessor) -> None:
+def test_a_turned_transparent_picture_is_both(processor: VisionProcessor) -> None:
     data, expected = on_transparent("RGBA")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -323,7 +323,7 @@ def test_a_turned_image_has_as_many_tokens_as_its_header_says(family: str, tmp_p
 
 @pytest.mark.parametrize("transparent", [False, True])
 def test_conversations_see_16_bit_grey_as_grey(
-    processor: ImageProcessor, transparent: bool
+    processor: VisionProcessor, transparent: bool
 ) -> None:
     values = strokes().astype(np.uint16) << 8 | 0x3F
     ground = int(values[0, 0])
@@ -336,7 +336,7 @@ def test_conversations_see_16_bit_grey_as_grey(
 
 
 def test_chunks_of_the_sdk_clip_16_bit_grey_as_transformers_does(
-    processor: ImageProcessor,
+    processor: VisionProcessor,
 ) -> None:
     data = png_of_16_bits(strokes().astype(np.uint16) << 8)
     clipped = Image.open(io.BytesIO(data)).convert("RGB")
@@ -349,7 +349,7 @@ def test_chunks_of_the_sdk_clip_16_bit_grey_as_transformers_does(
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 150), (150, 1), (2000, 30), (1000, 1000)])
 def test_unusual_sizes_have_as_many_tokens_as_their_header_says(
-    processor: ImageProcessor, size: tuple[int, int]
+    processor: VisionProcessor, size: tuple[int, int]
 ) -> None:
     data = encoded(Image.new("RGBA", size, (0, 0, 0, 0)), "png")
 
@@ -362,7 +362,7 @@ def test_unusual_sizes_have_as_many_tokens_as_their_header_says(
 @pytest.mark.parametrize("cut", [30, 60, 100])
 @pytest.mark.parametrize("case", ["random colors and alpha", "CMYK", "animated PNG"])
 def test_truncated_files_are_refused_by_name(
-    processor: ImageProcessor, case: str, cut: int
+    processor: VisionProcessor, case: str, cut: int
 ) -> None:
     data, _ = BOTH[case]()
     damaged = data[: len(data) * cut // 200]

@@ -27,7 +27,7 @@ from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.device_memory import DeviceMemory
 from tinkercloud_worker.training.disabled import NoTrainer
-from tinkercloud_worker.training.paging import DiskFiles, HostMemory, Place
+from tinkercloud_worker.training.paging import DiskFiles, HostMemory, PagingPlace
 from tinkercloud_worker.training.replicated import ranks_on_this_machine
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def _rank_memory(config: HeadConfig) -> DeviceMemory:
     )
 
 
-def _place(config: HeadConfig, device: torch.device, processes: int = 1) -> Place | None:
+def _place(config: HeadConfig, device: torch.device, processes: int = 1) -> PagingPlace | None:
     """Return where idle models go if others need their memory.
 
     Args:

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_worker.actors import rank_failures
-from tinkercloud_worker.actors.rank import SALVAGE, Answer, Rank, RankLocation, Worker
+from tinkercloud_worker.actors.rank import SALVAGE, Rank, RankAnswer, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
 
@@ -224,11 +224,11 @@ class RankGroup:
             streams[end] = stream
             return end
 
-        def answer(end: Any) -> Answer:  # noqa: ANN401 - as above
+        def answer(end: Any) -> RankAnswer:  # noqa: ANN401 - as above
             ray.get(end)
             *parts, last = streams.pop(end)
             # This raises what the method has raised.
-            returned: Answer = ray.get(last)
+            returned: RankAnswer = ray.get(last)
             return replace(returned, value=(returned.value, parts))
 
         return self._command(method, submit, answer)
@@ -275,7 +275,7 @@ class RankGroup:
             raise RanksLost(self._loss or "")
         return self._agreed(method, answers)
 
-    def _independent(self, method: str, args: tuple[object, ...]) -> tuple[list[Answer], bool]:
+    def _independent(self, method: str, args: tuple[object, ...]) -> tuple[list[RankAnswer], bool]:
         """Return the answers of the surviving ranks, and whether one was lost, with the group."""
         with self._one_at_a_time:
             self._check_alive()
@@ -384,7 +384,7 @@ class RankGroup:
         self,
         method: str,
         submit: Callable[[int, "ActorHandle[Rank]"], Any],
-        answer: Callable[[Any], Answer] = ray.get,
+        answer: Callable[[Any], RankAnswer] = ray.get,
     ) -> list[Any]:
         """Run a command at all ranks; return their values.
 
@@ -403,7 +403,7 @@ class RankGroup:
         if self._loss is not None:
             raise RanksLost(self._loss)
 
-    def _agreed(self, method: str, answers: Sequence[Answer]) -> list[Any]:
+    def _agreed(self, method: str, answers: Sequence[RankAnswer]) -> list[Any]:
         refused = [answer.refusal for answer in answers if answer.refusal is not None]
         if refused and len(refused) < len(answers):
             reason = f"some ranks rejected {method} ({refused[0].message}) and others did not"
@@ -414,9 +414,9 @@ class RankGroup:
         return [answer.value for answer in answers]
 
     def _answers(
-        self, method: str, refs: list[Any], answer: Callable[[Any], Answer]
-    ) -> list[Answer]:
-        answers: dict[Any, Answer] = {}
+        self, method: str, refs: list[Any], answer: Callable[[Any], RankAnswer]
+    ) -> list[RankAnswer]:
+        answers: dict[Any, RankAnswer] = {}
         pending = list(refs)
         while pending:
             # The failure of a rank is noticed immediately, whatever the others wait for.

@@ -20,7 +20,7 @@ SALVAGE = "salvage"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankAnswer:
     """Result of a command at one rank: a value, or the client error that was raised."""
 
     value: Any
@@ -95,33 +95,33 @@ class Rank:
         gc.enable()
         self._worker = factory()
 
-    def call(self, method: str, args: tuple[object, ...]) -> Answer:
+    def call(self, method: str, args: tuple[object, ...]) -> RankAnswer:
         """Call a method of the object."""
         try:
-            return Answer(getattr(self._worker, method)(*args))
+            return RankAnswer(getattr(self._worker, method)(*args))
         except WireError as error:
-            return Answer(None, error)
+            return RankAnswer(None, error)
 
-    def call_without_result(self, method: str, args: tuple[object, ...]) -> Answer:
+    def call_without_result(self, method: str, args: tuple[object, ...]) -> RankAnswer:
         """Call a method of the object and discard its result."""
-        return Answer(None, self.call(method, args).refusal)
+        return RankAnswer(None, self.call(method, args).refusal)
 
     def call_in_parts(self, method: str, args: tuple[object, ...]) -> Iterator[Any]:
-        """Call a method of the object that yields; yield the same, and last an Answer.
+        """Call a method of the object that yields; yield the same, and a RankAnswer at the end.
 
         Ray copies what is yielded into the object store of this node before the method continues.
         """
         try:
             value = yield from getattr(self._worker, method)(*args)
         except WireError as error:
-            yield Answer(None, error)
+            yield RankAnswer(None, error)
         else:
-            yield Answer(value)
+            yield RankAnswer(value)
 
-    def location(self) -> Answer:
+    def location(self) -> RankAnswer:
         """Return the location of this rank."""
         node = ray.get_runtime_context().get_node_id()
-        return Answer(RankLocation(node, accelerator.visible_devices_env()))
+        return RankAnswer(RankLocation(node, accelerator.visible_devices_env()))
 
     def salvage(self) -> Any:  # noqa: ANN401 - depends on the object
         """Return the object's state that outlives the group, even while a command hangs."""

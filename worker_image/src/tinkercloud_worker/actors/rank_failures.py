@@ -7,7 +7,7 @@ import ray
 import structlog
 from ray.exceptions import RayActorError, RayError
 
-from tinkercloud_worker.actors.rank import Answer
+from tinkercloud_worker.actors.rank import RankAnswer
 
 log = structlog.get_logger(__name__)
 
@@ -16,9 +16,9 @@ _ROOT_CAUSE_SECONDS = 2.0
 may fail before that death is reported."""
 
 
-def answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, Answer], dict[int, RayError]]:
+def answers_and_failures(refs: Sequence[Any]) -> tuple[dict[int, RankAnswer], dict[int, RayError]]:
     """Wait for all ranks; return the answers and the failures, by rank."""
-    answers: dict[int, Answer] = {}
+    answers: dict[int, RankAnswer] = {}
     failures: dict[int, RayError] = {}
     for rank, ref in enumerate(refs):
         try:

@@ -46,14 +46,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _Blocks = str | Items[dict[str, Any]]
 
 
-class Message(WireModel):
+class AnthropicMessage(WireModel):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: _Blocks
 
 
-class Tool(WireModel):
+class AnthropicTool(WireModel):
     """A tool of the client."""
 
     type: Literal["custom"] | None = "custom"
@@ -70,9 +70,9 @@ class CountTokensRequest(WireModel):
     """POST messages/count_tokens."""
 
     model: Annotated[str, Field(min_length=1, max_length=1024)]
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: _Blocks | None = None
-    tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
+    tools: Annotated[Items[AnthropicTool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: _ToolChoice | None = None
 
     @property
@@ -157,7 +157,7 @@ def _text(content: _Blocks, where: str) -> str:
     return "".join(texts)
 
 
-def _for_template(message: Message, where: str) -> list[dict[str, Any]]:
+def _for_template(message: AnthropicMessage, where: str) -> list[dict[str, Any]]:
     """Return a message as chat templates receive it: each tool result is a message of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]

@@ -99,7 +99,7 @@ class _ToolCall(WireModel):
     function: _FunctionCall
 
 
-class Message(WireModel):
+class OpenAIMessage(WireModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -159,7 +159,7 @@ class _Function(WireModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(WireModel):
+class OpenAITool(WireModel):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -182,11 +182,11 @@ TemplateOptions = Annotated[
 class ChatCompletionRequest(_Sampling):
     """POST chat/completions."""
 
-    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[OpenAIMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: Annotated[Items[Tool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
+    tools: Annotated[Items[OpenAITool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""

@@ -21,7 +21,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
 
-class Span(_Part):
+class ByteSpan(_Part):
     """A byte range of `bodies.bin`."""
 
     start: int
@@ -33,7 +33,7 @@ class StoredRequest(_Part):
 
     seq_id: int
     path: str
-    body: Span
+    body: ByteSpan
     role: Literal["gradient", "step", "save", "load", "other"]
     digest: Hex
     size: int
@@ -46,7 +46,7 @@ class StoredResult(_Part):
 
     request_id: str
     digest: Hex
-    body: Span
+    body: ByteSpan
     content_type: str
     is_read: bool
 
@@ -83,7 +83,7 @@ class HeadState(_Part):
     """How the gradient of that step was lost; None if a request has reported it."""
     waiting: list[StoredRequest]
     results: list[StoredResult]
-    samples: list[Span]
+    samples: list[ByteSpan]
     """Unfinished sampling requests."""
     samplers: list[StoredSampler]
     evicted: list[EvictedSampler]
@@ -102,9 +102,9 @@ class Bodies:
         self._parts: list[bytes] = []
         self._size = 0
 
-    def add(self, content: bytes) -> Span:
+    def add(self, content: bytes) -> ByteSpan:
         """Append bytes; return their range."""
-        span = Span(start=self._size, size=len(content))
+        span = ByteSpan(start=self._size, size=len(content))
         self._parts.append(content)
         self._size += len(content)
         return span
@@ -133,6 +133,6 @@ class SuspendedHead:
                 f"{manifest}: {HEAD_STATE} is damaged ({describe(error)})"
             ) from None
 
-    def body(self, span: Span) -> bytes:
+    def body(self, span: ByteSpan) -> bytes:
         """Return the bytes of a span."""
         return bytes(self._bodies[span.start : span.start + span.size])

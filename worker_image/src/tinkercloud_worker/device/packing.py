@@ -25,7 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.vision.masks import ImageMasks
-from tinkercloud_worker.vision.spans import Images, Span
+from tinkercloud_worker.vision.spans import Images, ImageSpan
 
 ATTENTION = "packed_sdpa"
 """The name under which `_attend` is registered with transformers."""
@@ -53,9 +53,11 @@ class PackedSequences:
     """The images of each sequence; empty if none has any."""
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ImageSpan]:
         """Where its images are."""
-        return [Span(0, *each) for each in zip(self.lengths, self.images, strict=bool(self.images))]
+        return [
+            ImageSpan(0, *each) for each in zip(self.lengths, self.images, strict=bool(self.images))
+        ]
 
     @classmethod
     def joined(cls, packs: Sequence["PackedSequences"]) -> "PackedSequences":

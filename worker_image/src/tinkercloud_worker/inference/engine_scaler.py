@@ -11,7 +11,7 @@ _TICK_SECONDS = 1.0
 """Interval of observations of the load."""
 
 
-class EngineScaler:
+class LoadScaler:
     """Compares the number of engines with the load. Belongs to one event loop.
 
     Args:

@@ -28,7 +28,7 @@ from tinkercloud_worker.inference.client import (
     ServerError,
     ServerUnreachable,
 )
-from tinkercloud_worker.inference.engine_scaler import EngineScaler
+from tinkercloud_worker.inference.engine_scaler import LoadScaler
 from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.server_pool import ServerPool
 from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
@@ -100,7 +100,7 @@ class InferenceSampler:
         self._servers = self._pool.all
         self._samples = 0
         """Samples in progress, waiting ones included."""
-        self.scaler = EngineScaler(self._pool, scaling, lambda: self._samples) if scaling else None
+        self.scaler = LoadScaler(self._pool, scaling, lambda: self._samples) if scaling else None
         """Says how many servers are needed; None if their number is fixed."""
         self._controls = controls
         self._folder = folder

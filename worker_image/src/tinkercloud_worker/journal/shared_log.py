@@ -41,7 +41,7 @@ class Fenced(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LogPlace:
     """The end of a journal that its writer knows."""
 
     number: int
@@ -123,7 +123,7 @@ class SharedLog:
         manifest: JournalManifest,
         base: Base | None,
         is_behind: Callable[[Header | None], bool] = lambda _: False,
-    ) -> Place:
+    ) -> LogPlace:
         """Append an object without records, so that all earlier heads stop writing.
 
         Args:
@@ -138,7 +138,7 @@ class SharedLog:
         """
         numbers = await self.numbers()
         if not numbers and base is None:
-            return Place(1, 0, is_behind=is_behind(None))
+            return LogPlace(1, 0, is_behind=is_behind(None))
         number, header = 0, None
         if numbers:
             number, header = numbers[-1], await self._header_if_readable(numbers[-1])
@@ -164,7 +164,7 @@ class SharedLog:
                 number, header = number + 1, await self._header_if_readable(number + 1)
                 kept = header.fences if header is not None else (*kept, number)
             else:
-                return Place(number + 2, index, fences, new.is_behind)
+                return LogPlace(number + 2, index, fences, new.is_behind)
 
     async def read(self) -> SharedState | None:
         """Return the state of the run; None if there is no journal.

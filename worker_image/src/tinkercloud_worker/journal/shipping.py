@@ -25,7 +25,7 @@ from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
-from tinkercloud_worker.journal.shared_log import Fenced, Place, SharedLog
+from tinkercloud_worker.journal.shared_log import Fenced, LogPlace, SharedLog
 
 log = structlog.get_logger(__name__)
 
@@ -87,9 +87,9 @@ class Shipping:
         config: DurabilityConfig,
         *,
         room: WaitingRoom,
-        begin: Callable[[], Awaitable[Place]],
+        begin: Callable[[], Awaitable[LogPlace]],
         listeners: Listeners,
-        place: Place | None,
+        place: LogPlace | None,
     ) -> None:
         """Start to copy.
 
@@ -339,7 +339,7 @@ class Shipping:
         self._wrote(self._place, self._object)
         return True
 
-    async def _next(self, place: Place) -> _Object | None:
+    async def _next(self, place: LogPlace) -> _Object | None:
         index, taken, base = place.next_index, list[Record](), self._base
         self._is_writing_base = base is not None
         if base is not None:
@@ -383,7 +383,7 @@ class Shipping:
         self._room.has(self, self._pending_bytes)
         return taken
 
-    def _wrote(self, place: Place, written: _Object) -> None:
+    def _wrote(self, place: LogPlace, written: _Object) -> None:
         self._object, number = None, place.number
         self._place = replace(place, number=number + 1, next_index=written.next_index)
         self._written.append((number, written.next_index))

@@ -41,7 +41,7 @@ from tinkercloud_worker.engine.tensor_slices import TensorSlice
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.megatron_trainer.layers.megatron_adapters import Active
-from tinkercloud_worker.megatron_trainer.layers.megatron_router_counts import RouterCounts
+from tinkercloud_worker.megatron_trainer.layers.megatron_router_counts import MegatronRouterCounts
 from tinkercloud_worker.megatron_trainer.layers.mixtures import (
     dummy_pack,
     empty_pack,
@@ -105,7 +105,7 @@ class MegatronTrainer(ReplicatedTrainer, SharingRank):
         self._base = base
         self.base_fingerprint = base.fingerprint
         self._device = base.device.torch_device
-        self._router_counts = RouterCounts(base.module, self._device)
+        self._router_counts = MegatronRouterCounts(base.module, self._device)
         self._division = SequenceDivision(parallel_state.get_context_parallel_group())
         tensor = parallel_state.get_tensor_model_parallel_world_size()
         self._pad_to_multiple_of = tensor * self._division.multiple

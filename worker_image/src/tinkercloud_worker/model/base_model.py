@@ -56,7 +56,7 @@ from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
-from tinkercloud_worker.vision.spans import Images, Span
+from tinkercloud_worker.vision.spans import Images, ImageSpan
 
 
 class TorchBaseModel:
@@ -277,14 +277,14 @@ class TorchBaseModel:
             "past_key_values": cache,
             "use_cache": True,
         }
-        spans = [Span(start, start + len(ids_R), images)]
+        spans = [ImageSpan(start, start + len(ids_R), images)]
         return self._run(arguments, segments, spans, recompute=False)[0]
 
     def _run(
         self,
         arguments: dict[str, Any],
         segments: Sequence[WeightSegment],
-        spans: Sequence[Span] = (),
+        spans: Sequence[ImageSpan] = (),
         *,
         recompute: bool,
     ) -> Tensor:

@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.device.packing import mask_kinds
 from tinkercloud_worker.model.architecture import split_vision
-from tinkercloud_worker.vision.spans import Images, Span
+from tinkercloud_worker.vision.spans import Images, ImageSpan
 from tinkercloud_worker.vision.tower import ImageInputs
 
 
@@ -52,7 +52,7 @@ class ImagePasses:
 
     @contextmanager
     def inserted(
-        self, arguments: dict[str, Any], spans: Sequence[Span]
+        self, arguments: dict[str, Any], spans: Sequence[ImageSpan]
     ) -> Iterator[dict[str, Any]]:
         """Insert the images of sequences into a pass within this context.
 

@@ -13,7 +13,7 @@ from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.pass_memory import PeakMeter
 from tinkercloud_worker.lora.parameters import TensorLayout
 from tinkercloud_worker.training.device_memory import DeviceMemory
-from tinkercloud_worker.training.paging import Place
+from tinkercloud_worker.training.paging import PagingPlace
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 _REPORT_SECONDS = 1.0
@@ -27,7 +27,7 @@ class ModelMemory(DeviceMemory):
     """
 
     def __init__(
-        self, available: Available, place: Place | None = None, meter: PeakMeter | None = None
+        self, available: Available, place: PagingPlace | None = None, meter: PeakMeter | None = None
     ) -> None:
         """Start without models; the arguments are those of `DeviceMemory`."""
         super().__init__(available, place, meter, lambda size: self.report().missing(size))

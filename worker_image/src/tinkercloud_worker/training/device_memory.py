@@ -8,7 +8,7 @@ from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.device.pass_memory import PassMemory, PeakMeter
 from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.lora.parameters import TensorLayout
-from tinkercloud_worker.training.paging import Missing, Models, Place
+from tinkercloud_worker.training.paging import Missing, Models, PagingPlace
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 
@@ -26,7 +26,7 @@ class DeviceMemory:
     def __init__(
         self,
         available: Available = lambda: None,
-        place: Place | None = None,
+        place: PagingPlace | None = None,
         meter: PeakMeter | None = None,
         missing: Missing = _not_asked,
     ) -> None:

@@ -48,7 +48,7 @@ Missing = Callable[[int], int]
 """Returns by how many bytes the device falls short of a requested size; 0 or less if it fits."""
 
 
-class Place(Protocol):
+class PagingPlace(Protocol):
     """Where vectors are kept."""
 
     def keep(self, vector: Tensor) -> Content:
@@ -162,7 +162,7 @@ class DiskFiles:
 class Models(dict[str, TrainedModel]):
     """Models by id. Looking one up pages it in; `contents` and `get` do not."""
 
-    def __init__(self, place: Place | None = None, missing: Missing = lambda _: 0) -> None:
+    def __init__(self, place: PagingPlace | None = None, missing: Missing = lambda _: 0) -> None:
         """Start without models.
 
         Args:
@@ -335,7 +335,7 @@ class Models(dict[str, TrainedModel]):
             and all(vector.untyped_storage().resizable() for vector in model.vectors)
         )
 
-    def _page_out(self, name: str, place: Place) -> None:
+    def _page_out(self, name: str, place: PagingPlace) -> None:
         """Page a model out.
 
         Raises:

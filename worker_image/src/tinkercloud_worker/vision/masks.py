@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tinkercloud_worker.vision.spans import Span, visible
+from tinkercloud_worker.vision.spans import ImageSpan, visible
 
 
 class ImageMasks:
     """The masks of the sequences of a pass."""
 
-    def __init__(self, spans: Sequence[Span], device: torch.device) -> None:
+    def __init__(self, spans: Sequence[ImageSpan], device: torch.device) -> None:
         self._spans = spans
         self._device = device
         self._made: dict[tuple[int, int | None], Tensor] = {}

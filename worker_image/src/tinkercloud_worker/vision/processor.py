@@ -90,7 +90,7 @@ class WholeImages:
         return np.asarray(made["pixel_values"], np.float32), None
 
 
-class ImageProcessor:
+class VisionProcessor:
     """The image processor of a served model. Thread-safe."""
 
     def __init__(self, reader: ImageReader, image_token: int, reserved: frozenset[int]) -> None:
@@ -163,7 +163,7 @@ class ImageProcessor:
         )
 
 
-def load_processor(path: str) -> ImageProcessor | None:
+def load_processor(path: str) -> VisionProcessor | None:
     """Return the image processor of a model.
 
     Args:
@@ -185,4 +185,4 @@ def load_processor(path: str) -> ImageProcessor | None:
     )
     names = ("image_token_id", "video_token_id")
     reserved = frozenset(int(getattr(config, name)) for name in names if hasattr(config, name))
-    return ImageProcessor(reader, int(config.image_token_id), reserved)
+    return VisionProcessor(reader, int(config.image_token_id), reserved)

@@ -15,7 +15,7 @@ Images = tuple[PreparedImage, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ImageSpan:
     """The part of a sequence that a pass computes; the part before it is in a cache."""
 
     start: int
@@ -24,7 +24,7 @@ class Span:
     """All images of the sequence; a pass computes all of a block of them or nothing of it."""
 
 
-def rows_of(spans: Sequence[Span]) -> Iterator[tuple[int, PreparedImage]]:
+def rows_of(spans: Sequence[ImageSpan]) -> Iterator[tuple[int, PreparedImage]]:
     """Yield the images that a pass computes, in order, each with its first row."""
     first = 0
     for span in spans:
@@ -102,7 +102,7 @@ def _text(first: int, count: int) -> npt.NDArray[np.int64]:
     return np.broadcast_to(np.arange(first, first + count), (3, count))
 
 
-def visible(span: Span, window: int | None) -> npt.NDArray[np.bool_]:
+def visible(span: ImageSpan, window: int | None) -> npt.NDArray[np.bool_]:
     """Return which keys each row sees, [R, L], where the tokens of a block see each other.
 
     Args:

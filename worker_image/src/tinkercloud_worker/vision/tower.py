@@ -22,7 +22,7 @@ from tinkercloud_worker.vision.masks import ImageMasks
 from tinkercloud_worker.vision.prepared import PreparedImage
 from tinkercloud_worker.vision.spans import (
     Images,
-    Span,
+    ImageSpan,
     end_of,
     rope_positions,
     rope_shift,
@@ -113,7 +113,7 @@ class VisionTower:
         """Return the rotary position of tokens after a prompt, less their index."""
         return 0 if self._merge is None else rope_shift(images, self._merge)
 
-    def inputs(self, spans: Sequence[Span]) -> ImageInputs | None:
+    def inputs(self, spans: Sequence[ImageSpan]) -> ImageInputs | None:
         """Return the images of a pass; None if it has none."""
         placed = list(rows_of(spans))
         if not placed:
@@ -122,7 +122,7 @@ class VisionTower:
         features = [self._features(image) for _, image in placed]
         return ImageInputs(rows_I.to(self._device), ImageFeatures.joined(features))
 
-    def arguments(self, spans: Sequence[Span], mask_kinds: Sequence[str]) -> dict[str, Any]:
+    def arguments(self, spans: Sequence[ImageSpan], mask_kinds: Sequence[str]) -> dict[str, Any]:
         """Return the arguments of a Hugging Face backbone that depend on where images are.
 
         Args:

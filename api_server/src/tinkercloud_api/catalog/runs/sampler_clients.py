@@ -7,7 +7,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import SamplerClients as Row
+from tinkercloud_api.catalog.schema.tables import SamplerClientCount as Row
 
 _TABLE = cast("SqlTable", Row.__table__)
 

@@ -384,7 +384,7 @@ class UsageHour(Table):
     engine_seconds: Mapped[float] = mapped_column(Double)
 
 
-class SamplerClients(Table):
+class SamplerClientCount(Table):
     """How many clients have joined a sampling session."""
 
     __tablename__ = "sampler_clients"

@@ -44,7 +44,7 @@ Metadata = Annotated[
 FewNames = Annotated[Items[Name], Field(max_length=100)]
 
 
-class SearchOwner(WireModel):
+class SessionSearchOwner(WireModel):
     """Whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
@@ -73,7 +73,7 @@ class SessionSearch(WireModel):
     project_ids: FewNames | None = None
     user_metadata: Metadata = Field(default_factory=dict)
     display_name: Annotated[str, Field(min_length=1, max_length=256), Storable] | None = None
-    owner: SearchOwner = SearchOwner()
+    owner: SessionSearchOwner = SessionSearchOwner()
     statuses: Annotated[Items[SearchStatus], Field(min_length=1, max_length=16)] | None = None
     limit: Annotated[int, Field(ge=1, le=200)] = 50
     cursor: SearchCursor | None = None

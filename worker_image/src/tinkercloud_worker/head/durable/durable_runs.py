@@ -29,7 +29,7 @@ from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.order.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import HEADER_BYTES, Record
-from tinkercloud_worker.journal.shared_log import Place
+from tinkercloud_worker.journal.shared_log import LogPlace
 from tinkercloud_worker.journal.shipping import Listeners
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ class Kept:
     last_segment: int
     deaths: Mapping[int, int]
     """See `Attempts.deaths`."""
-    place: Place | None = None
+    place: LogPlace | None = None
     """End of the copied journal, if it was read from there."""
 
     @property
@@ -312,7 +312,7 @@ class Durability:
         )
         return await self._read(run_id, spec, place)
 
-    async def _read(self, run_id: str, spec: ModelSpec, place: Place | None) -> Kept | None:
+    async def _read(self, run_id: str, spec: ModelSpec, place: LogPlace | None) -> Kept | None:
         """Return the local journal of a run that the specification continues, or None."""
         folder = self._folder(run_id)
         manifest = await asyncio.to_thread(folder.manifest)

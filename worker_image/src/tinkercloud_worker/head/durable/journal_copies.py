@@ -18,12 +18,12 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavaila
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
-from tinkercloud_worker.journal.shared_log import Ends, Fenced, Place, SharedLog
+from tinkercloud_worker.journal.shared_log import Ends, Fenced, LogPlace, SharedLog
 from tinkercloud_worker.journal.shipping import Listeners, Shipping, WaitingRoom
 
 log = structlog.get_logger(__name__)
 
-Begin = Callable[[], Awaitable[Place]]
+Begin = Callable[[], Awaitable[LogPlace]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class SharedJournals:
         """
         shared = self._log(manifest.run_id)
 
-        async def begin() -> Place:
+        async def begin() -> LogPlace:
             # What another head left when it had suspended the run, or what a name collides with.
             await shared.delete()
             return await shared.take_over(manifest, base)
@@ -83,7 +83,7 @@ class SharedJournals:
             shipping.require_snapshot("the checkpoint store does not have the state of the run yet")
         return shipping
 
-    def resume(self, manifest: JournalManifest, place: Place, listeners: Listeners) -> Shipping:
+    def resume(self, manifest: JournalManifest, place: LogPlace, listeners: Listeners) -> Shipping:
         """Continue a journal that `fetch` has taken over."""
         shared = self._log(manifest.run_id)
         begin = partial(shared.take_over, manifest, None)
@@ -185,7 +185,7 @@ class SharedJournals:
 
     async def fetch(
         self, run_id: str, spec: ModelSpec, folder: JournalFolder, target: CheckpointStore
-    ) -> Place | None:
+    ) -> LogPlace | None:
         """Take over the copy of a journal, and write it to the local disk; None if there is none.
 
         Args:
@@ -246,7 +246,7 @@ class SharedJournals:
         manifest: JournalManifest,
         begin: Begin,
         listeners: Listeners,
-        place: Place | None,
+        place: LogPlace | None,
     ) -> Shipping:
         return Shipping(
             shared,
@@ -259,7 +259,7 @@ class SharedJournals:
         )
 
 
-async def _unless_away(begin: Begin) -> Place | None:
+async def _unless_away(begin: Begin) -> LogPlace | None:
     """Return the result; None if the store does not respond."""
     try:
         return await begin()

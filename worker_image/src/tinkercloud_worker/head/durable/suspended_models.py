@@ -29,7 +29,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel
-from tinkercloud_worker.head.model.model_lifetime import WRITING, ModelEvent, ModelState, Place
+from tinkercloud_worker.head.model.model_lifetime import WRITING, ModelEvent, ModelPlace, ModelState
 from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
 from tinkercloud_worker.head.sampling.unfinished_sample import Sample
 from tinkercloud_worker.head.wire.failed_results import Moved
@@ -80,7 +80,7 @@ class SuspendedModels:
 
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
-        names = self._models.names(Place.STORE)
+        names = self._models.names(ModelPlace.STORE)
         suspended = [HeldModel(model_id=name, is_suspended=True) for name in names]
         return [self._describe(model) for model in self._models.in_memory.values()] + suspended
 
@@ -187,7 +187,7 @@ class SuspendedModels:
             task = self._start(model, ModelEvent.MOVE, self._release(name, model, samples))
             await asyncio.wait({task})
             # Another head may have taken it over meanwhile.
-            if self._models.state(name).place is not Place.ELSEWHERE:
+            if self._models.state(name).place is not ModelPlace.ELSEWHERE:
                 raise Unavailable(f"model {name} could not be written; it was not moved")
         elif self._models.state(name) is ModelState.SUSPENDED:
             self._models.apply(name, ModelEvent.MOVE)
@@ -335,7 +335,7 @@ class SuspendedModels:
             async with asyncio.timeout(_RECALL_SECONDS):
                 if self._models.state(name).is_written and (task := self._models.task(name)):
                     await asyncio.wait({task})
-                if self._models.state(name).place is Place.STORE and (
+                if self._models.state(name).place is ModelPlace.STORE and (
                     suspended := self._models.stored(name)
                 ):
                     await resume(suspended)

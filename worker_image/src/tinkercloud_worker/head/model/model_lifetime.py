@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 
-class Place(StrEnum):
+class ModelPlace(StrEnum):
     """The place of a model, as its head knows it."""
 
     NOWHERE = "nowhere"
@@ -43,9 +43,9 @@ class ModelState(StrEnum):
     ENDING = "Ending"
 
     @property
-    def place(self) -> Place:
+    def place(self) -> ModelPlace:
         """Where the head has the model."""
-        return _PLACES.get(self, Place.NOWHERE)
+        return _PLACES.get(self, ModelPlace.NOWHERE)
 
     @property
     def is_restoring(self) -> bool:
@@ -60,12 +60,12 @@ class ModelState(StrEnum):
     @property
     def waits(self) -> bool:
         """Whether a request for the model waits until it is in memory, or has been moved."""
-        return self.is_written or self.place is Place.STORE
+        return self.is_written or self.place is ModelPlace.STORE
 
     @property
     def is_moved(self) -> bool:
         """Whether a request for the model is refused, because another head continues it."""
-        return self.place is Place.ELSEWHERE and not self.waits
+        return self.place is ModelPlace.ELSEWHERE and not self.waits
 
     @property
     def is_being_deleted(self) -> bool:
@@ -78,21 +78,21 @@ class ModelState(StrEnum):
         return self in {ModelState.ABSENT, ModelState.RECOVERING, ModelState.AWAITED}
 
 
-_PLACES: Mapping[ModelState, Place] = {
-    ModelState.NEW: Place.MEMORY,
-    ModelState.LIVE: Place.MEMORY,
-    ModelState.SUSPENDING: Place.MEMORY,
-    ModelState.MOVING: Place.MEMORY,
-    ModelState.WRITTEN: Place.MEMORY,
-    ModelState.FREEING: Place.STORE,
-    ModelState.SUSPENDED: Place.STORE,
-    ModelState.RESUMING: Place.STORE,
-    ModelState.RETURNING: Place.STORE,
-    ModelState.LEAVING: Place.ELSEWHERE,
-    ModelState.MOVED: Place.ELSEWHERE,
-    ModelState.REFUSED: Place.ELSEWHERE,
-    ModelState.DROPPING: Place.ELSEWHERE,
-    ModelState.TAKEN_OVER: Place.ELSEWHERE,
+_PLACES: Mapping[ModelState, ModelPlace] = {
+    ModelState.NEW: ModelPlace.MEMORY,
+    ModelState.LIVE: ModelPlace.MEMORY,
+    ModelState.SUSPENDING: ModelPlace.MEMORY,
+    ModelState.MOVING: ModelPlace.MEMORY,
+    ModelState.WRITTEN: ModelPlace.MEMORY,
+    ModelState.FREEING: ModelPlace.STORE,
+    ModelState.SUSPENDED: ModelPlace.STORE,
+    ModelState.RESUMING: ModelPlace.STORE,
+    ModelState.RETURNING: ModelPlace.STORE,
+    ModelState.LEAVING: ModelPlace.ELSEWHERE,
+    ModelState.MOVED: ModelPlace.ELSEWHERE,
+    ModelState.REFUSED: ModelPlace.ELSEWHERE,
+    ModelState.DROPPING: ModelPlace.ELSEWHERE,
+    ModelState.TAKEN_OVER: ModelPlace.ELSEWHERE,
 }
 _RESTORING = frozenset(
     {ModelState.RESUMING, ModelState.RETURNING, ModelState.RECOVERING, ModelState.AWAITED}

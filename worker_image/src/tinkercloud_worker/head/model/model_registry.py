@@ -9,7 +9,7 @@ from typing import Any
 from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_worker.head.model.live_model import LiveModel
-from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState, Place, after
+from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelPlace, ModelState, after
 
 _WITHOUT_ROUTES = frozenset({ModelState.NEW, ModelState.LIVE, ModelState.WRITTEN})
 """States in memory in which requests for sampling sessions do not wait for the model."""
@@ -52,7 +52,7 @@ class ModelRegistry:
         entry = self._entries.get(name)
         return entry.state if entry is not None else ModelState.ABSENT
 
-    def names(self, place: Place) -> list[str]:
+    def names(self, place: ModelPlace) -> list[str]:
         """Return the models of a place, the one that came there first at the beginning."""
         return [name for name, each in self._entries.items() if each.state.place is place]
 
@@ -123,11 +123,11 @@ class ModelRegistry:
             entry.state = state
             if state.place is not before.place:
                 self._entries[name] = self._entries.pop(name)
-            if state.place in {Place.MEMORY, Place.NOWHERE}:
+            if state.place in {ModelPlace.MEMORY, ModelPlace.NOWHERE}:
                 entry.stored = None
-        if state.place is not Place.MEMORY:
+        if state.place is not ModelPlace.MEMORY:
             self._live.pop(name, None)
-        if state.place is Place.NOWHERE or state in _WITHOUT_ROUTES:
+        if state.place is ModelPlace.NOWHERE or state in _WITHOUT_ROUTES:
             for session in [each for each, model in self._models_of.items() if model == name]:
                 del self._models_of[session]
 
@@ -141,7 +141,7 @@ class ModelRegistry:
 
     def forget_moved(self, limit: int) -> None:
         """Forget the models that were moved earliest, beyond a number of them."""
-        moved = self.names(Place.ELSEWHERE)
+        moved = self.names(ModelPlace.ELSEWHERE)
         for name in moved[: max(0, len(moved) - limit)]:
             if self.task(name) is None:
                 self.apply(name, ModelEvent.FORGET)

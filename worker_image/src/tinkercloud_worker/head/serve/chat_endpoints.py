@@ -56,7 +56,7 @@ _PARAMS = "sampling_params."
 """How messages about sampling requests name parameters, which here belong to the request itself."""
 
 
-class Answer(Protocol):
+class WireAnswer(Protocol):
     """An answer in one of the wire formats."""
 
     def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
@@ -86,24 +86,24 @@ class Answer(Protocol):
         """Return the whole answer."""
 
 
-def _ask_chat(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+def _ask_chat(body: bytes, text: ChatText) -> tuple[Asked, WireAnswer]:
     request = openai_requests.read_chat(body)
     asked = request.ask(text)
     return asked, ChatAnswer(request, asked, text)
 
 
-def _ask_completion(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+def _ask_completion(body: bytes, text: ChatText) -> tuple[Asked, WireAnswer]:
     request = openai_requests.read_completion(body)
     asked = request.ask(text)
     return asked, CompletionAnswer(request, asked, text)
 
 
-def _ask_message(body: bytes, text: ChatText) -> tuple[Asked, Answer]:
+def _ask_message(body: bytes, text: ChatText) -> tuple[Asked, WireAnswer]:
     asked = anthropic_messages.read_messages(body).ask(text)
     return asked, MessageAnswer(asked)
 
 
-_FORMATS: dict[str, Callable[[bytes, ChatText], tuple[Asked, Answer]]] = {
+_FORMATS: dict[str, Callable[[bytes, ChatText], tuple[Asked, WireAnswer]]] = {
     routes.OPENAI_CHAT: _ask_chat,
     routes.OPENAI_COMPLETIONS: _ask_completion,
     routes.ANTHROPIC_MESSAGES: _ask_message,
@@ -115,7 +115,7 @@ class Run:
     """The samples of one request while they run."""
 
     asked: Asked
-    answer: Answer
+    answer: WireAnswer
     choices: list[Choice]
     events: "asyncio.Queue[tuple[int, SampledToken | dict[str, Any] | WireError]]" = field(
         default_factory=asyncio.Queue
@@ -370,7 +370,7 @@ def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
 
 def _ask(
     path: str, text: ChatText, backend: Backend, body: bytes
-) -> tuple[Asked, Answer, list[Choice]]:
+) -> tuple[Asked, WireAnswer, list[Choice]]:
     """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
 
     Raises:

@@ -24,7 +24,7 @@ from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.autosaver import Autosaver
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
-from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState, Place
+from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelPlace, ModelState
 from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
@@ -207,7 +207,7 @@ class HeadService:
         """
         name = str(model_id)
         state = self.models.state(name)
-        if state.place is Place.STORE:
+        if state.place is ModelPlace.STORE:
             return True
         model = self.models.in_memory.get(name)
         if model is None or state is ModelState.NEW or self._is_draining or self._is_used(model):

@@ -37,7 +37,7 @@ Entry = Sequence[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScoredPart:
     """Positions of a prompt that one request scores."""
 
     start: int
@@ -68,7 +68,7 @@ class PromptScoring:
         self._targets = np.zeros(shape, np.float32)
         self._cached_tokens: int | None = None
 
-    def add(self, part: Part, meta: Json) -> None:
+    def add(self, part: ScoredPart, meta: Json) -> None:
         """Add SGLang's response for a part (`meta_info`)."""
         params = self._params
         if self._cached_tokens is None:
@@ -101,7 +101,7 @@ class PromptScoring:
         )
 
 
-def _parts(params: PromptLogprobParams, length: int) -> Iterator[Part]:
+def _parts(params: PromptLogprobParams, length: int) -> Iterator[ScoredPart]:
     targets = np.empty((length - 1, 0), np.int64) if params.targets is None else params.targets
     size = _PART_CELLS // (1 + params.top_k)
     if columns := targets.shape[1]:
@@ -110,10 +110,10 @@ def _parts(params: PromptLogprobParams, length: int) -> Iterator[Part]:
     for start in range(params.first_position or length, length, size):
         end = min(start + size, length)
         named = np.unique(targets[start - 1 : end - 1])
-        yield Part(start, end, named[named >= 0].tolist())
+        yield ScoredPart(start, end, named[named >= 0].tolist())
 
 
-def _check_cells(parts: Sequence[Part], top_k: int) -> None:
+def _check_cells(parts: Sequence[ScoredPart], top_k: int) -> None:
     cells = sum((part.end - part.start) * (1 + top_k + len(part.named)) for part in parts)
     if cells > _MAX_CELLS:
         raise InvalidRequest(

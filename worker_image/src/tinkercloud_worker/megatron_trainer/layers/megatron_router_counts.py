@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch
 
 
-class RouterCounts:
+class MegatronRouterCounts:
     """Counts the tokens of this rank's routers, one pass at a time."""
 
     def __init__(self, module: GPTModel, device: torch.device) -> None:

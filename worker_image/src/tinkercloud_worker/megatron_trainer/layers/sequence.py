@@ -43,7 +43,7 @@ class DividedSequences(PackedSeqParams):  # type: ignore[misc] # megatron-core h
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Part:
+class SequencePart:
     """What a micro-batch has of one model."""
 
     pack: Pack
@@ -60,7 +60,7 @@ class Part:
 class MicroBatch:
     """Packs of one or several models, and the part of them on this rank."""
 
-    parts: Sequence[Part]
+    parts: Sequence[SequencePart]
     """One for each model, in the order of positions; together they have all positions."""
     sequences: DividedSequences
     ids_S: Tensor
@@ -135,7 +135,7 @@ class SequenceDivision:
 
     def _parts(
         self, packs: Sequence[Pack], lengths: Sequence[int], places_M: Tensor
-    ) -> Sequence[Part]:
+    ) -> Sequence[SequencePart]:
         """Return the part of each pack.
 
         Args:
@@ -151,7 +151,7 @@ class SequenceDivision:
         kept = torch.searchsorted(places_M, torch.tensor(rows)).tolist()
         ranges = [[slice(*ends) for ends in pairwise(bounds)] for bounds in (rows, held, kept)]
         return [
-            Part(pack=pack, rows=own_rows, held=own_held, kept=own_kept)
+            SequencePart(pack=pack, rows=own_rows, held=own_held, kept=own_kept)
             for pack, own_rows, own_held, own_kept in zip(packs, *ranges, strict=True)
         ]
 
