@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from typing import Any
 
 import httpx
@@ -71,7 +71,7 @@ async def test_calls_for_clients_without_the_sdk_are_in_it(document: dict[str, A
 
 
 def test_no_call_leaves_out_the_nulls_that_its_schema_has() -> None:
-    modules = [import_module(found.name) for found in iter_modules(api_routes.__path__, PACKAGE)]
+    modules = [import_module(found.name) for found in walk_packages(api_routes.__path__, PACKAGE)]
     calls = [route for module in modules for route in getattr(module, "router", NONE).routes]
 
     assert len(calls) > 50
