@@ -85,6 +85,8 @@ from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
 from tinkercloud_api.serve import assembly
+from tinkercloud_api.serve.hot_routes import HOT_ROUTES
+from tinkercloud_api.serve.route_table import Row, table
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
@@ -135,13 +137,17 @@ class Application:
             redoc_url=None,
             redirect_slashes=False,
         )
-        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
+        hot = [(each.method, each.path, each.summary) for each in HOT_ROUTES if each.summary]
+        # As FastAPI documents it.
+        api.openapi = partial(describe, api, hot)  # type: ignore[method-assign]
         for module in _ROUTED:
             api.include_router(module.router)
         if settings.oidc is not None:
             api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
         error_handlers.install(api)
-        outside = assembly.Outside(self._running, api.routes)
+        self.route_table: list[Row] = table(api.routes)
+        """All routes of the server."""
+        outside = assembly.Outside(settings, self._running, api.routes)
         self._asgi: ASGIApp = api
         for layer in reversed(assembly.MIDDLEWARE):
             self._asgi = layer(self._asgi, outside)

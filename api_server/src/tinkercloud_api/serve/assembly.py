@@ -19,8 +19,8 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.routes.account import session_usage
-from tinkercloud_api.routes.models import chat_routes
-from tinkercloud_api.serve.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.serve.hot_routes import EXACT_PATHS, JSON
 from tinkercloud_api.web.middleware import (
     BodyLimitMiddleware,
     MetricsMiddleware,
@@ -30,7 +30,6 @@ from tinkercloud_protocol.wire.errors import WireError
 
 log = structlog.get_logger(__name__)
 
-JSON_BODY_BYTES = 1 << 20
 _INACTIVITY_SECONDS = 30.0
 """Longest time between two checks for inactive clients."""
 _REPORT_SECONDS = 10.0
@@ -61,6 +60,7 @@ class Step:
 class Outside:
     """What middleware needs of the application inside it."""
 
+    settings: Settings
     server: Callable[[], Context]
     """Returns the components of the server, which exist once it is running."""
     routed: Sequence[BaseRoute]
@@ -69,9 +69,9 @@ class Outside:
 
 MIDDLEWARE: tuple[Callable[[ASGIApp, Outside], ASGIApp], ...] = (
     lambda app, _: RequestIdMiddleware(app),
-    lambda app, _: MetricsMiddleware(app, {*HANDLERS, *chat_routes.PATHS}),
+    lambda app, _: MetricsMiddleware(app, EXACT_PATHS),
     lambda app, outside: HotPaths(app, outside.server, outside.routed),
-    lambda app, _: BodyLimitMiddleware(app, JSON_BODY_BYTES),
+    lambda app, outside: BodyLimitMiddleware(app, JSON.max_bytes(outside.settings)),
 )
 """The middleware around the application, the outermost first."""
 

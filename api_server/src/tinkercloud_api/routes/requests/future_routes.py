@@ -10,7 +10,7 @@ import orjson
 from tinkercloud_api.heads.deliveries import may_pass
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.routes.requests import loss_routes, unloading
-from tinkercloud_api.routes.requests.call import SMALL_BODY_BYTES, Call
+from tinkercloud_api.routes.requests.call import Call
 from tinkercloud_api.web.long_polls import ShuttingDown
 from tinkercloud_protocol.requests.sampling_requests import RetrieveFutureRequest
 from tinkercloud_protocol.responses import batched_futures
@@ -34,7 +34,7 @@ longer than polls last by default."""
 _GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
 
 
-_POLL_BODY_BYTES = 8 << 20
+POLL_BODY_BYTES = 8 << 20
 """Limit of a poll for many samples, which names the results that the client has received."""
 _LOOKUP_SECONDS = 2.0
 """How long a request that does not wait for a result waits for the head's address."""
@@ -56,7 +56,7 @@ async def retrieve(call: Call, seconds: float) -> None:
         call: a retrieve_future request.
         seconds: how long to wait, at most as long as a long poll; 0 returns at once.
     """
-    body = await call.request.body(SMALL_BODY_BYTES)
+    body = await call.request.body()
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
         await call.server.locator.authorize_run(model_id, call.principal)
@@ -195,7 +195,7 @@ async def _withdraw(call: Call, request_id: RequestId, error: WireError) -> None
 
 async def retrieve_futures(call: Call) -> None:
     """Wait until samples of a client are complete, at the head that computes them."""
-    body = await call.request.body(_POLL_BODY_BYTES)
+    body = await call.request.body()
     asked = await asyncio.to_thread(parse_json, RetrieveFuturesRequest, body)
     target, locator = asked.target.sampling_session_id, call.server.locator
     may_change = await locator.authorize_sampler(target, call.principal)
@@ -239,7 +239,7 @@ def _all_complete(asked: RetrieveFuturesRequest) -> bytes:
 
 async def cancel_future(call: Call) -> None:
     """Forward a cancellation. Cancelling a request that has already finished is not an error."""
-    body = await call.request.body(SMALL_BODY_BYTES)
+    body = await call.request.body()
     request_id = _request_id(parse_json(RetrieveFutureRequest, body).request_id)
     if not isinstance(request_id.target, SamplingSessionId):
         raise InvalidRequest("request_id: only sampling requests can be cancelled")
