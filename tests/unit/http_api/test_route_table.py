@@ -100,6 +100,6 @@ def test_the_rules_about_mutations_name_only_routes_that_exist(app: Application)
     events = {event for _, _, event in mutations._EVENTS}
 
     assert events == {row.event for row in rows if row.event}
-    assert mutations._READS | mutations._WORK <= paths
+    assert paths >= mutations._READS | mutations._WORK
     assert not is_mutation("POST", "/api/v1/get_info")
     assert audited_event("POST", "/api/v1/a_call_of_next_year") == "unknown_request"

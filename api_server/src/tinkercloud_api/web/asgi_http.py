@@ -50,11 +50,6 @@ class HotRequest(asgi.Request):
                 )
         return b"".join(chunks)
 
-    async def wait_until_disconnected(self) -> None:
-        """Return once the client has disconnected, after the whole body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
 
 async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:
     """Read at least `size` bytes, or the whole body if it is shorter."""
