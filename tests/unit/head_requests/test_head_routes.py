@@ -57,10 +57,10 @@ async def test_a_recorded_session_is_served_by_its_own_sampling_session_only(
     base = f"{routes.OPENAI_SESSIONS}/{orjson.loads(created.body)['id']}"
 
     said = await head.send(f"{base}/{recorded_paths.CHAT}", CHAT, SESSION)
-    turns = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", SESSION, method="GET")
-    of_other = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", OTHER, method="GET")
+    turns = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", SESSION)
+    of_other = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", OTHER)
     deleted = await head.send(f"{base}/{recorded_paths.DELETE}", b"", SESSION)
-    gone = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", SESSION, method="GET")
+    gone = await head.send(f"{base}/{recorded_paths.DATUMS}", b"", SESSION)
 
     assert said.status == turns.status == deleted.status == 200
     assert orjson.loads(turns.body)["num_turns"] == 1

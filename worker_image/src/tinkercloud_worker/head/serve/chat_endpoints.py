@@ -365,10 +365,10 @@ OPERATIONS: tuple[tuple[str, str, Operation], ...] = (
     ("POST", routes.ANTHROPIC_COUNT_TOKENS, HeadChat.count_tokens),
     ("POST", routes.OPENAI_SESSIONS, HeadChat.create_session),
     ("POST", f"{_SESSION}/{recorded_paths.CHAT}", HeadChat.chat_in_session),
-    ("GET", f"{_SESSION}/{recorded_paths.DATUMS}", HeadChat.datums),
+    ("POST", f"{_SESSION}/{recorded_paths.DATUMS}", HeadChat.datums),
     ("POST", f"{_SESSION}/{recorded_paths.DELETE}", HeadChat.delete_session),
 )
-"""Method, path and operation."""
+"""Method, path and operation. API servers forward requests of all methods as POST."""
 
 
 def _text_of(backend: Backend) -> ChatText:
