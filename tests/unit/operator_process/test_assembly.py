@@ -11,6 +11,7 @@ from collections import Counter
 from functools import wraps
 
 import pytest
+from aiohttp.web import AppRunner
 
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator.__main__ import SHUTDOWN, STARTUP
@@ -82,7 +83,7 @@ async def test_a_running_operator_has_all_tasks_and_takes_all_steps_of_its_lists
         (process.StopSignal, "listen"),
         (Leadership, "run"),
         (Leadership, "resign"),
-        (process.web.AppRunner, "cleanup"),
+        (AppRunner, "cleanup"),
     ):
         note(owner, name)
     monkeypatch.setattr(term, "watch", watch)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Route
 
 from tinkercloud_api.access import mutations
 from tinkercloud_api.login import login_pages
@@ -53,7 +53,7 @@ _PREFIXES = tuple((path, each) for path, each in AREAS if path.endswith("/"))
 
 
 class UndeclaredRouteError(Exception):
-    """A route is in no area."""
+    """A route is in no area, or is of a kind that hides its paths."""
 
 
 def authentication_of(path: str) -> Authentication | None:
@@ -88,7 +88,7 @@ def table(routed: Iterable[BaseRoute]) -> list[Row]:
         routed: the routes of the FastAPI application.
 
     Raises:
-        UndeclaredRouteError: a route is in no area.
+        UndeclaredRouteError: a route is in no area, or is of a kind that hides its paths.
     """
     rows = [*map(_hot_row, HOT_ROUTES), *_framework_rows(routed)]
     return sorted(rows, key=lambda row: (row.path, row.method))
@@ -100,8 +100,12 @@ def _hot_row(route: HotRoute) -> Row:
 
 def _framework_rows(routed: Iterable[BaseRoute]) -> Iterator[Row]:
     for route in flat(routed):
-        for method in getattr(route, "methods", None) or ("*",):
-            yield _row(method, getattr(route, "path", ""), JSON.name, route.endpoint)
+        if not isinstance(route, Route):
+            raise UndeclaredRouteError(
+                f"{route}: the table can't list it; declare its paths as routes of their own"
+            )
+        for method in route.methods or ("*",):
+            yield _row(method, route.path, JSON.name, route.endpoint)
 
 
 def _row(method: str, path: str, limit: str, handler: object) -> Row:
