@@ -36,7 +36,7 @@ TASKS = {
     "watch nodes": "Controller.watch_nodes",
     "count sessions": "Controller.count",
 }
-"""The coroutine of each task of a leader, besides the watches."""
+"""The coroutine of each task of a leader, apart from the watches."""
 STEPS = [
     *("Probes.serve", "StopSignal.listen", "Leadership.run"),
     *("end of the term", "Leadership.resign", "AppRunner.cleanup"),

@@ -229,11 +229,8 @@ async def running_context(
     )
     server = assembly.Server(context, admission, started_at=now())
     try:
-        tasks = await assembly.start(server)
-        try:
+        async with assembly.running(server):
             yield context
-        finally:
-            await assembly.stop(server, tasks)
     finally:
         await client.close()
         await catalog.close()

@@ -4,7 +4,8 @@
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -140,7 +141,7 @@ TASKS = (
     Step("care for heads", _care_for_heads),
     Step("follow ended runs", lambda s: s.admission.follow()),
 )
-"""What runs as long as the server, beside the requests. Components have tasks of their own."""
+"""What runs as long as the server, alongside the requests. Components have tasks of their own."""
 
 
 async def _start_deliveries(server: Server) -> None:
@@ -174,23 +175,23 @@ SHUTDOWN = (
 """Steps after the last request and after the end of `TASKS`, in order."""
 
 
-async def start(server: Server) -> list[asyncio.Task[None]]:
-    """Take the steps of the startup; return the running `TASKS`."""
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[None]:
+    """Run a server for the duration of the context: its startup, its tasks, and its shutdown.
+
+    The next step of the shutdown runs even if one fails, as on a full disk.
+    """
     for step in STARTUP:
         await step.run(server)
-    return [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
-
-
-async def stop(server: Server, tasks: Sequence[asyncio.Task[None]]) -> None:
-    """End the tasks and take the steps of the shutdown.
-
-    The next step runs even if one fails, as on a full disk.
-    """
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    for step in SHUTDOWN:
-        try:
-            await step.run(server)
-        except (WireError, OSError) as error:
-            log.warning("a step of the shutdown failed", step=step.name, reason=str(error))
+    tasks = [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for step in SHUTDOWN:
+            try:
+                await step.run(server)
+            except (WireError, OSError) as error:
+                log.warning("a step of the shutdown failed", step=step.name, reason=str(error))

@@ -1,6 +1,6 @@
 """The routes outside FastAPI: those that are forwarded to session heads, and files of uploads.
 
-A dictionary finds most of them. `route_table` lists them beside those of FastAPI.
+A dictionary finds most of them. `route_table` lists them with those of FastAPI.
 """
 
 from collections.abc import Callable, Mapping

@@ -74,7 +74,7 @@ class Row:
     """With fields in braces."""
     authentication: Authentication
     limit: str
-    """Of the body."""
+    """The largest body."""
     event: str
     """In the audit log; empty for requests that it does not keep."""
     handler: str

@@ -45,7 +45,7 @@ WORKERS = (
     Worker("watch nodes", Controller.watch_nodes),
     Worker("count sessions", Controller.count),
 )
-"""All workers of a leader. The watches and `resync` run beside them."""
+"""All workers of a leader. The watches and `resync` run alongside them."""
 RESYNC = "list all objects"
 """Name of the task of `resync`."""
 

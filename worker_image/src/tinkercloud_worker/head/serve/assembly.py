@@ -29,7 +29,7 @@ class Step:
     """Something that a head does once, periodically, or for as long as it runs."""
 
     name: str
-    """Of what runs for as long as the head, the name of its asyncio task."""
+    """Name of an asyncio task in `TASKS`."""
     run: Callable[[Head], Coroutine[Any, Any, None]]
 
 
