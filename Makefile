@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo test-tools test test-fast test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo routes test-tools test test-fast test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -116,6 +116,9 @@ publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr
 
 scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes
 	@$(BIN)/python -m benchmarks.operator_scale
+
+routes: .venv/.installed ## list the routes of the API server and of session heads: authentication, limits, audit, handlers
+	@$(BIN)/python tools/routes.py
 
 protobuf: .venv/.installed ## compile the protobuf messages of the Tinker API, after a change of messages.proto
 	@cd protocol/src && ../../.uv/bin/uv tool run --quiet --python 3.11 --from grpcio-tools==1.62.3 \

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_operator import __main__ as process
+from tinkercloud_operator.run import term
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.handlers import WatchingFailed
@@ -28,8 +28,8 @@ SETTINGS = Settings(max_concurrent=1)
 
 @pytest.fixture(autouse=True)
 def _shorten_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(process, "_GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(term, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(term, "_GATHER_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_watches_of_different_kinds_are_tracked_separately(
 async def test_a_missed_deletion_is_found_after_a_watch_restarts(
     controller: Controller, connection: Connection
 ) -> None:
-    resyncing = asyncio.create_task(process._resync(controller, asyncio.Event(), SETTINGS))
+    resyncing = asyncio.create_task(term.resync(controller, asyncio.Event(), SETTINGS))
     await controller._is_complete.wait()
     controller.queue.done(await controller.queue.take())
 
@@ -115,7 +115,7 @@ async def test_installing_kuberay_restarts_the_watches(
 ) -> None:
     connection.api.has_kuberay = False
     stop = asyncio.Event()
-    resyncing = asyncio.create_task(process._resync(controller, stop, SETTINGS))
+    resyncing = asyncio.create_task(term.resync(controller, stop, SETTINGS))
     await controller._is_complete.wait()
     assert not controller.has_kuberay
 
@@ -230,7 +230,7 @@ def reason_of(connection: Connection, base_model: str) -> str | None:
 
 async def lead(connection: Connection, heads: HeadClient) -> None:
     probes = Probes(Leadership(connection.client, SETTINGS), SETTINGS)
-    await process._lead(connection.cluster, heads, probes, SETTINGS, process.StopSignal())
+    await term.lead(connection.cluster, heads, probes, SETTINGS, lambda: None)
 
 
 async def test_failed_watches_restart_with_an_empty_cache(
@@ -244,7 +244,7 @@ async def test_failed_watches_restart_with_an_empty_cache(
             raise WatchingFailed("410")
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(process, "watch", watch)
+    monkeypatch.setattr(term, "watch", watch)
     leading = asyncio.create_task(lead(connection, heads))
     await reached(lambda: len(watching) == 2)
 
@@ -266,7 +266,7 @@ async def test_a_cancelled_term_ends_even_if_its_watches_fail_at_that_moment(
         except asyncio.CancelledError:
             raise WatchingFailed("it ended without an error") from None
 
-    monkeypatch.setattr(process, "watch", watch)
+    monkeypatch.setattr(term, "watch", watch)
     leading = asyncio.create_task(lead(connection, heads))
     await reached(lambda: len(watching) == 1)
     leading.cancel()

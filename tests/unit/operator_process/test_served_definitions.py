@@ -8,9 +8,9 @@ import aiohttp
 import pytest
 
 from tinkercloud_kube.errors import Rejected
-from tinkercloud_operator import __main__ as process
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run import controller as controller_module
+from tinkercloud_operator.run import term
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
@@ -156,10 +156,10 @@ async def test_missing_crds_are_reported_by_the_readiness_probe(
 async def test_watches_start_once_missing_crds_are_installed(
     connection: Connection, controller: Controller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(term, "_RETRY_SECONDS", 0.0)
     connection.api.has_definitions = False
     stop = asyncio.Event()
-    resyncing = asyncio.create_task(process._resync(controller, stop, Settings()))
+    resyncing = asyncio.create_task(term.resync(controller, stop, Settings()))
     await reached(lambda: "install" in (controller.unready() or ""))
 
     connection.api.has_definitions = True

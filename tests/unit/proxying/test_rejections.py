@@ -17,7 +17,7 @@ from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.routes.requests.call import Call
-from tinkercloud_api.serve.hot_paths import HANDLERS
+from tinkercloud_api.serve.hot_routes import routes_at
 from tinkercloud_api.web.asgi_http import HotRequest
 from tinkercloud_api.web.long_polls import LongPolls
 from tinkercloud_protocol.heads.launch import Timings
@@ -77,10 +77,11 @@ async def forwarded(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
         open_client() as session,
     ):
         server = Server(session, listening.sockets[0].getsockname()[1])
-        request = HotRequest({"method": "POST", "path": path, "headers": []}, receive)
-        principal = Principal(1, "key", "me", Role.USER)
-        call = Call(cast("Context", server), request, send, principal)
-        await HANDLERS[path](call)
+        route, scope = routes_at(path)["POST"], {"method": "POST", "path": path, "headers": []}
+        principal, context = Principal(1, "key", "me", Role.USER), cast("Context", server)
+        request = HotRequest(scope, receive, route.limit.max_bytes(context.settings))
+        call = Call(context, request, send, principal)
+        await route.handler(call)
     return reads[0]
 
 

@@ -1,4 +1,4 @@
-"""The API server: its routes, its middleware and its components.
+"""The API server: its routes and its components; `assembly` has what else it consists of.
 
 /api/v1/<hot paths>      hot_paths, routes.requests: forwarded to session heads
 /api/v1/...              routes.account, checkpoints, models, sessions: served by this process
@@ -10,8 +10,7 @@
 /metrics                 web.middleware.metrics_server, on a port of its own
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -21,6 +20,7 @@ import structlog
 from fastapi import FastAPI
 from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
@@ -70,7 +70,7 @@ from tinkercloud_api.routes.checkpoints import (
     importing,
     run_routes,
 )
-from tinkercloud_api.routes.models import chat_routes, hub_mirror, model_routes, tokenizers
+from tinkercloud_api.routes.models import hub_mirror, model_routes, tokenizers
 from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
 from tinkercloud_api.routes.sessions import (
     program_routes,
@@ -84,28 +84,23 @@ from tinkercloud_api.runs.quota_listing import Quotas
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
-from tinkercloud_api.serve.hot_paths import HANDLERS, HotPaths
+from tinkercloud_api.serve import assembly
+from tinkercloud_api.serve.hot_routes import HOT_ROUTES
+from tinkercloud_api.serve.route_table import Row, table
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web import error_handlers
 from tinkercloud_api.web.long_polls import LongPolls
-from tinkercloud_api.web.middleware import (
-    BodyLimitMiddleware,
-    MetricsMiddleware,
-    RequestIdMiddleware,
-    metrics_server,
-)
+from tinkercloud_api.web.middleware import metrics_server
 from tinkercloud_api.web.openapi import describe
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
-from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
 log = structlog.get_logger(__name__)
 
-JSON_BODY_BYTES = 1 << 20
 _ROUTED = (
     # The path of the search looks like a session's.
     session_search_routes,
@@ -116,16 +111,10 @@ _ROUTED = (
     *(run_routes, program_routes, key_routes, health, hub_mirror),
 )
 """Modules with the routes that FastAPI serves."""
-_INACTIVITY_SECONDS = 30.0
-"""Longest time between two checks for inactive clients."""
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
 _TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
 """Name of the secret in the catalog."""
-_REPORT_SECONDS = 10.0
-"""Time limit at shutdown for determining which runs the heads did not save."""
-_UP_FOR_EXPIRY = timedelta(days=1)
-"""Time that clients have to reconnect after a server start before their sessions can expire."""
 
 
 class Application:
@@ -148,15 +137,20 @@ class Application:
             redoc_url=None,
             redirect_slashes=False,
         )
-        api.openapi = partial(describe, api)  # type: ignore[method-assign]  # documented by FastAPI
+        hot = [(each.method, each.path, each.summary) for each in HOT_ROUTES if each.summary]
+        # As FastAPI documents it.
+        api.openapi = partial(describe, api, hot)  # type: ignore[method-assign]
         for module in _ROUTED:
             api.include_router(module.router)
         if settings.oidc is not None:
             api.router.routes += [Route(path, self._login) for path in login_pages.PATHS]
-        api.add_middleware(BodyLimitMiddleware, max_bytes=JSON_BODY_BYTES)
         error_handlers.install(api)
-        served = HotPaths(api, self._running, api.routes)
-        self._asgi = RequestIdMiddleware(MetricsMiddleware(served, {*HANDLERS, *chat_routes.PATHS}))
+        self.route_table: list[Row] = table(api.routes)
+        """All routes of the server."""
+        outside = assembly.Outside(settings, self._running, api.routes)
+        self._asgi: ASGIApp = api
+        for layer in reversed(assembly.MIDDLEWARE):
+            self._asgi = layer(self._asgi, outside)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -233,8 +227,9 @@ async def running_context(
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
+    server = assembly.Server(context, admission, started_at=now())
     try:
-        async with _started(context, admission):
+        async with assembly.running(server):
             yield context
     finally:
         await client.close()
@@ -277,37 +272,8 @@ def _shared_heads(
         activity,
         client,
         inactivity=timedelta(seconds=settings.session_silence_seconds),
-        period=_inactivity_period(settings),
+        period=assembly.inactivity_period(settings),
     )
-
-
-@asynccontextmanager
-async def _started(context: Context, admission: RunAdmission) -> AsyncIterator[None]:
-    """Run the provider, the programs and the periodic tasks for the duration of the context."""
-    await context.provider.start(context.usage.record)
-    context.deliveries.start()
-    await context.programs.start()
-    loops = [_run_housekeeping(context), _care_for_heads(context), admission.follow()]
-    tasks = [asyncio.create_task(loop) for loop in loops]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await _finish("stop deliveries", context.deliveries.stop())
-        await _finish("stop the programs", context.programs.stop())
-        await _finish("stop the session heads", context.provider.stop())
-        await _finish("find out which runs were saved", _report_lost(context.locator))
-        await _finish("record when sessions and keys were used", context.activity.write())
-
-
-async def _finish(what: str, step: Awaitable[None]) -> None:
-    """Await a step of the shutdown. The next one runs even if it fails, as on a full disk."""
-    try:
-        await step
-    except (WireError, OSError) as error:
-        log.warning("a step of the shutdown failed", step=what, reason=str(error))
 
 
 def _stored_runs(
@@ -362,17 +328,6 @@ def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRun
     return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
 
 
-async def _report_lost(locator: HeadLocator) -> None:
-    """Log the runs that stopped heads did not save, unless the checkpoint store is too slow."""
-    try:
-        async with asyncio.timeout(_REPORT_SECONDS):
-            await locator.report_lost()
-    except TimeoutError:
-        log.warning(
-            "the checkpoint store did not respond in time; cannot determine which runs were saved"
-        )
-
-
 async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
     """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
@@ -413,58 +368,3 @@ def _measure(context: Context) -> None:
 
 def _count_waiting(locator: HeadLocator, state: QueueState) -> int:
     return locator.pending_counts()[state]
-
-
-async def _run_housekeeping(context: Context) -> None:
-    """Periodically write activity to the catalog and free the resources of ended sessions."""
-
-    async def count_sessions() -> None:
-        since = now() - session_usage.LIVE
-        api_metrics.CLIENT_SESSIONS.set(await context.catalog.count_live_sessions(since))
-
-    started = now()
-
-    async def expire_sessions() -> None:
-        days, moment = context.settings.session_expiry_days, now()
-        is_local = context.settings.provider == "local"
-        if is_local and days is not None and moment - started >= _UP_FOR_EXPIRY:
-            await context.training_runs.expire_sessions(moment, days)
-
-    while True:
-        for task in (
-            context.activity.write,
-            count_sessions,
-            expire_sessions,
-            context.checkpoints.delete_expired,
-            context.stored_runs.sweep,
-            context.locator.report_lost,
-            lambda: context.locator.release_leftovers(now()),
-            lambda: context.auditing.forget(now()),
-        ):
-            try:
-                await task()
-            except Exception:
-                api_metrics.HOUSEKEEPING_ERRORS.inc()
-                log.exception("housekeeping task failed; will retry")
-        await asyncio.sleep(context.settings.housekeeping_seconds)
-
-
-def _inactivity_period(settings: Settings) -> timedelta:
-    """Return the interval between checks for inactive clients."""
-    return timedelta(seconds=min(_INACTIVITY_SECONDS, settings.session_silence_seconds))
-
-
-async def _care_for_heads(context: Context) -> None:
-    """Periodically suspend the models of inactive clients, and drop those that no run claims.
-
-    A separate task, because heads write whole models meanwhile.
-    """
-    period = _inactivity_period(context.settings).total_seconds()
-    while True:
-        for task in (context.shared_heads.suspend_inactive, context.shared_heads.drop_orphans):
-            try:
-                await task(now())
-            except Exception:
-                api_metrics.HOUSEKEEPING_ERRORS.inc()
-                log.exception("care for the models of shared heads failed; will retry")
-        await asyncio.sleep(period)

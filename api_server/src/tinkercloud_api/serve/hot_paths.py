@@ -16,14 +16,10 @@ from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
-from tinkercloud_api.routes.requests import (
-    blocking,
-    future_routes,
-    sampling_routes,
-    training_routes,
-)
 from tinkercloud_api.routes.requests.call import Call, Handler
 from tinkercloud_api.routes.requests.rejections import reject_in_sequence, reject_unknown_call
+from tinkercloud_api.serve.hot_routes import BATCH, EXACT_PATHS, HotRoute, routes_at
+from tinkercloud_api.serve.route_table import Authentication, authentication_of
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_api.web.asgi_http import (
     DISCARD,
@@ -41,31 +37,6 @@ from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, error_headers, 
 from tinkercloud_protocol.wire.errors import MethodNotAllowed, Unauthenticated, WireError
 
 log = structlog.get_logger(__name__)
-
-_WITHOUT_KEY = {"/api/v1/healthz"}
-"""API paths that need no key, in addition to all paths outside the API: probes, the tokenizer
-mirror and the OpenAPI document."""
-_WITH_KEY = (routes.PREFIX, *chat_errors.PREFIXES)
-"""Prefixes of the paths that need a key."""
-_UPLOADS = (importing.UPLOADS, upload_urls.PREFIX)
-"""Prefixes of the paths to which files are uploaded, with a key or by a signed URL."""
-
-HANDLERS: Mapping[str, Handler] = {
-    routes.FORWARD_BACKWARD: training_routes.forward_backward,
-    routes.FORWARD: training_routes.in_order(training_routes.forward_in_order),
-    routes.OPTIM_STEP: training_routes.in_order(training_routes.forward_in_order),
-    routes.SAVE_WEIGHTS: training_routes.in_order(training_routes.save_weights),
-    routes.SAVE_WEIGHTS_FOR_SAMPLER: training_routes.in_order(
-        training_routes.save_weights_for_sampler
-    ),
-    routes.SAVE_WEIGHTS_EXTERNAL: training_routes.in_order(training_routes.save_weights_external),
-    routes.LOAD_WEIGHTS: training_routes.in_order(training_routes.load_weights),
-    routes.ATTACH_MODEL: training_routes.in_order(training_routes.forward_in_order),
-    routes.ASAMPLE: sampling_routes.asample,
-    routes.SAMPLE: blocking.sample,
-    routes.RETRIEVE_FUTURE: future_routes.retrieve_future,
-    routes.CANCEL_FUTURE: future_routes.cancel_future,
-}
 
 
 class HotPaths:
@@ -116,14 +87,16 @@ class HotPaths:
             except WireError as error:
                 await _respond_error(scope, send, error)
                 return
-        handler = self._handler(scope)
-        if handler is None or principal is None:
+        route = self._route(scope)
+        if route is None or principal is None:
             _declare_json(scope)
             await self._app(scope, receive, send)
             return
-        call = Call(self._server(), HotRequest(scope, receive), send, principal)
+        server = self._server()
+        request = HotRequest(scope, receive, route.limit.max_bytes(server.settings))
+        call = Call(server, request, send, principal)
         try:
-            await handler(call)
+            await route.handler(call)
         except WireError as error:
             await _respond_error(scope, send, error)
         except Exception:
@@ -143,9 +116,10 @@ class HotPaths:
         """
         reject_duplicate_headers(scope["headers"])
         path: str = scope["path"]
+        authentication = authentication_of(path)
         if scope["method"] == "PUT" and path.startswith(upload_urls.PREFIX):
             return importing.url_holder(self._server(), scope)
-        if not path.startswith(_WITH_KEY) or path in _WITHOUT_KEY:
+        if authentication is not Authentication.KEY:
             return None
         authenticator = self._server().authenticator
         key = key_of(scope["headers"])
@@ -154,25 +128,36 @@ class HotPaths:
             return await authenticator.principal(key)
         return await self._throttle.holder(address, lambda: authenticator.principal(key))
 
-    def _handler(self, scope: Scope) -> Handler | None:
-        """Return the handler of a hot path, or None for requests that the application serves."""
+    def _route(self, scope: Scope) -> HotRoute | None:
+        """Return the route of a request, or None for requests that the application serves."""
+        method: str = scope["method"]
         path: str = scope["path"]
+        served = routes_at(path)
+        if (route := served.get(method)) is not None:
+            return route
         if path.startswith(chat_errors.PREFIXES):
-            return chat_routes.serve
-        if scope["method"] == "PUT" and path.startswith(_UPLOADS):
-            return importing.receive_file
-        if path in HANDLERS:
-            return HANDLERS[path] if scope["method"] == "POST" else _reject_method
-        if scope["method"] != "POST" or not path.startswith(routes.PREFIX):
+            if served:
+                return _rejecting(scope, partial(_reject_method, allowed=served))
+            return _rejecting(scope, chat_routes.reject_unknown)
+        if path in EXACT_PATHS:
+            return _rejecting(scope, partial(_reject_method, allowed=served))
+        if method != "POST" or not path.startswith(routes.PREFIX):
             return None
         allowed = allowed_methods(self._routed, scope)
         if "POST" in allowed:
             return None
-        return partial(_reject_post, allowed=allowed) if allowed else reject_unknown_call
+        if allowed:
+            return _rejecting(scope, partial(_reject_post, allowed=allowed))
+        return _rejecting(scope, reject_unknown_call)
 
 
-async def _reject_method(call: Call) -> None:
-    raise MethodNotAllowed(call.request.method, call.request.path, ["POST"])
+def _rejecting(scope: Scope, handler: Handler) -> HotRoute:
+    """Return the route of a request that is rejected; its body may name a place in an order."""
+    return HotRoute(scope["method"], scope["path"], BATCH, handler)
+
+
+async def _reject_method(call: Call, allowed: Collection[str]) -> None:
+    raise MethodNotAllowed(call.request.method, call.request.path, allowed)
 
 
 async def _reject_post(call: Call, allowed: Collection[str]) -> None:

@@ -17,16 +17,24 @@ _PREFIX_BYTES = 64 << 10
 class HotRequest(asgi.Request):
     """A request on a hot path."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, max_bytes: int) -> None:
+        """Wrap a request.
+
+        Args:
+            scope: the request (ASGI).
+            receive: receives its body (ASGI).
+            max_bytes: the limit of a body that is read whole.
+        """
         super().__init__(scope, receive)
+        self._max_bytes = max_bytes
         self.prefix = b""
         """Start of the body, as far as it was read; a few chunks at most."""
 
-    async def body(self, max_bytes: int) -> bytes:
+    async def body(self) -> bytes:
         """Return the whole body.
 
         Raises:
-            BodyTooLarge: the body is longer than `max_bytes`.
+            BodyTooLarge: the body is longer than the limit.
             InvalidRequest: the body is compressed.
         """
         asgi.check_encoding(self.headers)
@@ -36,16 +44,11 @@ class HotRequest(asgi.Request):
             size += len(chunk)
             if len(self.prefix) < _PREFIX_BYTES:
                 self.prefix += chunk
-            if size > max_bytes:
+            if size > self._max_bytes:
                 raise BodyTooLarge(
-                    f"request body: larger than {max_bytes} bytes; send less data per request"
+                    f"request body: larger than {self._max_bytes} bytes; send less data per request"
                 )
         return b"".join(chunks)
-
-    async def wait_until_disconnected(self) -> None:
-        """Return once the client has disconnected, after the whole body was read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
 
 async def read_prefix(chunks: AsyncIterator[bytes], size: int) -> bytes:

@@ -69,17 +69,17 @@ def allowed_methods(served: Iterable[BaseRoute], scope: Scope) -> set[str]:
     """Return the methods with which a path is served; none if it is unknown."""
     return {
         method
-        for route in _flat(served)
+        for route in flat(served)
         if route.matches(scope)[0] is not Match.NONE
         for method in getattr(route, "methods", None) or ()
     }
 
 
-def _flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
+def flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
     """Yield routes, and those of included routers, which FastAPI keeps apart."""
     for route in served:
         router = getattr(route, "original_router", None)
-        yield from [route] if router is None else _flat(router.routes)
+        yield from [route] if router is None else flat(router.routes)
 
 
 def _instead(path: str) -> str:

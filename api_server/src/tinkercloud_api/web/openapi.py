@@ -4,7 +4,7 @@ FastAPI describes its own routes, but knows neither the hot paths nor the status
 Nothing here is needed to serve a call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from tinkercloud_api.access.mutations import is_mutation
-from tinkercloud_api.web.openapi_chat import chat_operations
+from tinkercloud_api.web.openapi_chat import chat_operation
 from tinkercloud_protocol.requests.sampling_requests import (
     CancelFutureRequest,
     NamedWeights,
@@ -28,6 +28,7 @@ from tinkercloud_protocol.requests.training_requests import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
+from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import future_responses, routes
 
 _REFERENCE = "#/components/schemas/"
@@ -169,27 +170,15 @@ _JSON_BODIES: dict[str, type[BaseModel]] = {
     routes.RETRIEVE_FUTURE: RetrieveFutureRequest,
     routes.CANCEL_FUTURE: CancelFutureRequest,
 }
-_UPLOAD = "/api/v1/checkpoints/uploads/{upload_id}/adapter_model.safetensors"
-"""Served outside FastAPI, like the hot paths."""
-_SUMMARIES = {
-    routes.FORWARD_BACKWARD: "Compute losses and accumulate gradients",
-    routes.FORWARD: "Compute losses",
-    routes.FORWARD: "Compute losses without gradients",
-    routes.OPTIM_STEP: "Apply the accumulated gradients",
-    routes.SAVE_WEIGHTS: "Save a training checkpoint",
-    routes.SAVE_WEIGHTS_FOR_SAMPLER: "Save weights for sampling",
-    routes.SAVE_WEIGHTS_EXTERNAL: "Save weights as files for other programs",
-    routes.LOAD_WEIGHTS: "Load a checkpoint into a model or as a new model",
-    routes.ATTACH_MODEL: "Continue the order of an existing model from another client",
-    routes.ASAMPLE: "Sample",
-    routes.SAMPLE: "Sample, and wait for the result",
-    routes.RETRIEVE_FUTURE: "Wait for the result of a request",
-    routes.CANCEL_FUTURE: "Cancel a sampling request",
-}
 
 
-def describe(api: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document of an application, including the hot paths."""
+def describe(api: FastAPI, hot: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """Return the OpenAPI document of an application.
+
+    Args:
+        api: the application.
+        hot: method, path and summary of the calls that are served outside FastAPI.
+    """
     if api.openapi_schema is None:
         document = get_openapi(title=api.title, version=api.version, routes=api.routes)
         schemas = document["components"]["schemas"]
@@ -199,10 +188,9 @@ def describe(api: FastAPI) -> dict[str, Any]:
             "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
             "bearer": {"type": "http", "scheme": "bearer"},
         }
-        for path in _SUMMARIES:
-            document["paths"][path] = {"post": _hot_operation(path, schemas)}
-        document["paths"].update(chat_operations())
-        document["paths"][_UPLOAD] = {"put": _upload_operation()}
+        for method, path, summary in hot:
+            operation = _operation(method, path, summary, schemas)
+            document["paths"].setdefault(path, {})[method.lower()] = operation
         for path, method, operation in _operations(document):
             _add_error_responses(path, method, operation)
         for name in ("HTTPValidationError", "ValidationError"):
@@ -252,7 +240,16 @@ def _response(status: str) -> dict[str, Any]:
     return {"description": _STATUSES[status], "content": content}
 
 
-def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
+def _operation(method: str, path: str, summary: str, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return an operation outside FastAPI, and add the schemas of its body to `schemas`."""
+    if path.startswith(chat_errors.PREFIXES):
+        return chat_operation(method.lower(), path, summary)
+    if method == "PUT":
+        return _upload_operation(summary)
+    return _hot_operation(path, summary, schemas)
+
+
+def _hot_operation(path: str, summary: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return the operation of a hot path, and add the schemas of its body to `schemas`."""
     body = {future_responses.JSON: {"schema": _BATCH}}
     if path == routes.FORWARD_BACKWARD:
@@ -274,18 +271,18 @@ def _hot_operation(path: str, schemas: dict[str, Any]) -> dict[str, Any]:
     description = "The result, or the reason for the failure." if is_result else "Accepted."
     return {
         "tags": ["training and sampling"],
-        "summary": _SUMMARIES[path],
+        "summary": summary,
         "requestBody": {"required": True, "content": body},
         "responses": {"200": {"description": description, "content": content}},
     }
 
 
-def _upload_operation() -> dict[str, Any]:
+def _upload_operation(summary: str) -> dict[str, Any]:
     binary = {"schema": {"type": "string", "format": "binary"}}
     name = {"name": "upload_id", "in": "path", "required": True, "schema": {"type": "string"}}
     return {
         "tags": ["training runs"],
-        "summary": "Upload the weights of an adapter",
+        "summary": summary,
         "parameters": [name],
         "requestBody": {"required": True, "content": {"application/octet-stream": binary}},
         "responses": {"200": {"description": "Received."}},

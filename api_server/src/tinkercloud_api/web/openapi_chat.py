@@ -7,23 +7,8 @@ fields that this server supports.
 from typing import Any
 
 from tinkercloud_protocol.responses import chat_errors
-from tinkercloud_protocol.wire import future_responses, routes
+from tinkercloud_protocol.wire import future_responses
 
-_SESSION = routes.OPENAI_SESSIONS + "/{session_id}"
-_SUMMARIES = {
-    ("get", routes.OPENAI_MODELS): "List base models and the caller's checkpoints",
-    ("get", routes.OPENAI_MODELS + "/{model}"): "Look up a model",
-    ("post", routes.OPENAI_CHAT): "Create a chat completion",
-    ("post", routes.OPENAI_COMPLETIONS): "Create a completion",
-    ("post", routes.OPENAI_SESSIONS): "Create a recorded session of a model",
-    ("post", _SESSION + "/v1/chat/completions"): "Create a chat completion, and record it",
-    ("get", _SESSION + "/datums"): "Return recorded turns as training data",
-    ("delete", _SESSION): "Delete a recorded session",
-    ("get", routes.ANTHROPIC_MODELS): "List base models and the caller's checkpoints",
-    ("get", routes.ANTHROPIC_MODELS + "/{model}"): "Look up a model",
-    ("post", routes.ANTHROPIC_MESSAGES): "Create a message",
-    ("post", routes.ANTHROPIC_COUNT_TOKENS): "Count the tokens of a message",
-}
 _STATUSES = {
     "400": "A field is invalid or not supported; the message names it.",
     "401": "The key is missing, unknown or revoked.",
@@ -34,15 +19,8 @@ _STATUSES = {
 }
 
 
-def chat_operations() -> dict[str, dict[str, Any]]:
-    """Return the operations by path and method."""
-    paths: dict[str, dict[str, Any]] = {}
-    for (method, path), summary in _SUMMARIES.items():
-        paths.setdefault(path, {})[method] = _operation(method, path, summary)
-    return paths
-
-
-def _operation(method: str, path: str, summary: str) -> dict[str, Any]:
+def chat_operation(method: str, path: str, summary: str) -> dict[str, Any]:
+    """Return an operation; `method` is in lower case, and `path` has fields in braces."""
     content = {future_responses.JSON: {"schema": {"type": "object"}}}
     operation: dict[str, Any] = {
         "tags": ["anthropic" if path.startswith(chat_errors.ANTHROPIC) else "openai"],

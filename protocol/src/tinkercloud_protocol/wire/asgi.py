@@ -46,6 +46,11 @@ class Request:
             if not message.get("more_body"):
                 return
 
+    async def wait_until_disconnected(self) -> None:
+        """Return once the client has disconnected, after the whole body was read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
 
 def check_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:
     """Check that a body is not compressed, or has an accepted encoding.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_operator import __main__ as process
 from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 from tinkercloud_operator.run.controller import Controller
+from tinkercloud_operator.run.term import resync, workers_of
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.simulation.api_server import ApiServer, EventType, Json, has_label
 from tinkercloud_testing.simulation.connection import (
@@ -133,17 +133,9 @@ class OperatorProcess:
         _order_queues(controller)
         self.controller = controller
         self.watches = Watches(self._network.server, controller, self._random)
-        workers = (controller.work() for _ in range(SETTINGS.max_concurrent))
         parts = [
-            process._resync(controller, asyncio.Event(), SETTINGS),
-            *workers,
-            controller.work_on_base_models(),
-            controller.work_on_tenants(),
-            controller.work_on_pools(),
-            controller.scale_engines(),
-            controller.save_heads(),
-            controller.watch_definitions(),
-            controller.watch_nodes(),
+            resync(controller, asyncio.Event(), SETTINGS),
+            *(work for _, work in workers_of(controller, SETTINGS)),
             *self.watches.start(),
         ]
         self._tasks = [asyncio.create_task(self._guard(part)) for part in parts]

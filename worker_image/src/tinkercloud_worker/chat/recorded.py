@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
+from tinkercloud_protocol.wire.recorded_paths import recorded_name
 
 MAX_OWNER_TOKENS = 1 << 22
 """Tokens that one owner's sessions may hold; each takes some tens of bytes."""
 MAX_OWNER_SESSIONS = 1 << 12
 IDLE_SECONDS = 24 * 3600.0
 """Sessions expire this long after their last use."""
-SEPARATOR = "~"
-"""Between the sampling session and the rest of the name of a recorded session."""
 _FACTOR, _BITS = 0x9E3779B97F4A7C15, (1 << 61) - 1
 """How digests of tokens are computed, which only save comparisons."""
 
@@ -66,7 +65,7 @@ class RecordedSessions:
                 f"{count} recorded sessions exist already, the maximum for one owner; delete those"
                 " whose turns you have read"
             )
-        name = f"{sampler_id}{SEPARATOR}{uuid.uuid4().hex}"
+        name = recorded_name(sampler_id, uuid.uuid4().hex)
         self._sessions[name] = _Session(owner, model, used_at=self._now())
         return name
 

@@ -13,7 +13,7 @@ from tinkercloud_api.routes.checkpoints.download_routes import base_url
 from tinkercloud_api.routes.requests.call import Call
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_api.transfers.copies import CopyWeightsRequest
-from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES, StartExternalUpload, StartUpload
+from tinkercloud_api.transfers.imports import StartExternalUpload, StartUpload
 from tinkercloud_api.transfers.signed_urls import InvalidSignature
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     ADAPTER_CONFIG,
@@ -120,9 +120,7 @@ async def receive_file(call: Call) -> None:
         length = int(declared) if declared.isdecimal() else None
         await imports.receive(upload_id, call.principal, request.chunks(), length)
     elif name == ADAPTER_CONFIG:
-        await imports.receive_config(
-            upload_id, call.principal, await request.body(MAX_CONFIG_BYTES)
-        )
+        await imports.receive_config(upload_id, call.principal, await request.body())
     else:
         raise NotFound(
             f"PUT {request.path}: the files to upload are {ADAPTER_WEIGHTS} and {ADAPTER_CONFIG}"

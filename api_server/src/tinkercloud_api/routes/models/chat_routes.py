@@ -1,8 +1,7 @@
 """OpenAI- and Anthropic-compatible endpoints: which weights a request means, and who may use them.
 
 The head of the weights renders the conversation, samples and writes the answer; its bytes are
-streamed to the client. Errors have the shape that the clients of each endpoint expect. Other paths
-below the prefixes are answered with 404.
+streamed to the client. Errors have the shape that the clients of each endpoint expect.
 """
 
 import asyncio
@@ -21,63 +20,44 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Context
 from tinkercloud_api.providers.model_names import model_of
-from tinkercloud_api.routes.requests.call import Call, Handler, wait_for_head
+from tinkercloud_api.routes.requests.call import Call, wait_for_head
 from tinkercloud_protocol.requests.sampling_requests import NamedWeights
-from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire import recorded_paths, routes
 from tinkercloud_protocol.wire.asgi import respond
-from tinkercloud_protocol.wire.errors import InvalidRequest, MethodNotAllowed, NotFound
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.exact_json import read_body
 
 _SMALL_BODY_BYTES = 64 << 10
 _MAX_CHECKPOINTS = 1000
 """Checkpoints in the list of models, the latest first."""
-_RECORDED = {("POST", "v1/chat/completions"), ("GET", "datums"), ("DELETE", "")}
-"""Methods, and what follows the name of a recorded session in the path."""
 _SERVER = "tinkercloud"
 """Owner of base models."""
 _WEIGHTS_FIELD = re.compile(r"^(base_model|model_path|model_id|model):? ")
 """How messages about weights begin that name a field."""
 
 
-async def serve(call: Call) -> None:
-    """Answer a request of any method to any path below the prefixes.
+async def reject_unknown(call: Call) -> None:
+    """Reject a request to an unknown path below the prefixes.
 
     Raises:
-        NotFound: the path or the model does not exist for this caller.
-        MethodNotAllowed: the path has other methods.
+        NotFound: always.
+    """
+    raise NotFound(
+        f"{call.request.method} {call.request.path[:256]} is not supported by this server;"
+        " docs/use/openai.md lists the supported calls"
+    )
+
+
+async def forward(call: Call) -> None:
+    """Forward a request to the head of the weights that its body names.
+
+    Raises:
+        NotFound: the model does not exist for this caller.
         InvalidRequest: the body names no model, or names one in a wrong form.
         Unavailable: the head is not ready; the message states the reason.
     """
-    method, path = call.request.method, call.request.path
-    handlers = _handlers(path)
-    if not handlers:
-        raise NotFound(
-            f"{method} {path[:256]} is not supported by this server; docs/use/openai.md lists the"
-            " supported calls"
-        )
-    if method not in handlers:
-        raise MethodNotAllowed(method, path, handlers)
-    await handlers[method](call)
-
-
-def _handlers(path: str) -> Mapping[str, Handler]:
-    """Return the handler of each method that is served at a path; none if it is unknown."""
-    for models, look_up in (
-        (routes.OPENAI_MODELS, _openai_model),
-        (routes.ANTHROPIC_MODELS, _anthropic_model),
-    ):
-        if path.startswith(models + "/"):
-            return {"GET": look_up}
-    if path.startswith(routes.OPENAI_SESSIONS + "/"):
-        name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
-        served = {method for method, each in _RECORDED if each == action and "~" in name}
-        return dict.fromkeys(served, _serve_recorded)
-    return _BY_PATH.get(path, {})
-
-
-async def _forward(call: Call) -> None:
     server = call.server
-    body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
+    body = await call.request.body()
     is_small = len(body) < _SMALL_BODY_BYTES
     name = _model_in(body) if is_small else await asyncio.to_thread(_model_in, body)
     with _named_model():
@@ -95,19 +75,33 @@ def _named_model() -> Iterator[None]:
         raise type(error)(f"model: {message}") from None
 
 
-async def _serve_recorded(call: Call) -> None:
-    """Forward a call of a recorded session, whose name starts with its sampling session.
+async def forward_recorded(call: Call) -> None:
+    """Forward a call of a recorded session to its head.
 
     Raises:
         NotFound: the session does not exist for this caller.
+        Unavailable: the head is not ready; the message states the reason.
     """
-    method, path = call.request.method, call.request.path
-    name = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")[0]
-    body = await call.request.body(routes.MAX_CHAT_BODY_BYTES)
-    target = call
-    if method == "DELETE":
-        target = call.of_own(f"{path}/delete", body, call.send)
-    await _forward_to_sampler(call, target, name.partition("~")[0], body)
+    body = await call.request.body()
+    await _forward_to_sampler(call, call, _sampler_of(call), body)
+
+
+async def delete_recorded(call: Call) -> None:
+    """Delete a recorded session.
+
+    Raises:
+        NotFound: the session does not exist for this caller.
+        Unavailable: the head is not ready; the message states the reason.
+    """
+    body = await call.request.body()
+    path = f"{call.request.path}/{recorded_paths.DELETE}"
+    await _forward_to_sampler(call, call.of_own(path, body, call.send), _sampler_of(call), body)
+
+
+def _sampler_of(call: Call) -> str:
+    recorded = recorded_paths.parse(call.request.path)
+    assert recorded is not None  # noqa: S101 - the path of the route
+    return recorded.sampler_id
 
 
 async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body: bytes) -> None:
@@ -204,23 +198,40 @@ _STARTED = now().replace(microsecond=0)
 """Since when base models and models in training are served by this process."""
 
 
-async def _openai_models(call: Call) -> None:
+async def openai_models(call: Call) -> None:
+    """Return all models, as https://platform.openai.com/docs/api-reference/models describes it."""
     models = [model.for_openai() for model in await _models(call.server, call.principal)]
     await respond(call.send, orjson.dumps({"object": "list", "data": models}))
 
 
-async def _openai_model(call: Call) -> None:
+async def openai_model(call: Call) -> None:
+    """Return one model.
+
+    Raises:
+        NotFound: it does not exist for this caller.
+        InvalidRequest: its name is malformed.
+    """
     model = await _looked_up(call, routes.OPENAI_MODELS)
     await respond(call.send, orjson.dumps(model.for_openai()))
 
 
-async def _anthropic_models(call: Call) -> None:
-    """Return a page of models, as https://docs.anthropic.com/en/api/models-list describes it."""
+async def anthropic_models(call: Call) -> None:
+    """Return a page of models, as https://docs.anthropic.com/en/api/models-list describes it.
+
+    Raises:
+        InvalidRequest: the query is malformed.
+    """
     page = _page_of(await _models(call.server, call.principal), parse_qs(call.request.query))
     await respond(call.send, orjson.dumps(page))
 
 
-async def _anthropic_model(call: Call) -> None:
+async def anthropic_model(call: Call) -> None:
+    """Return one model.
+
+    Raises:
+        NotFound: it does not exist for this caller.
+        InvalidRequest: its name is malformed.
+    """
     model = await _looked_up(call, routes.ANTHROPIC_MODELS)
     await respond(call.send, orjson.dumps(model.for_anthropic()))
 
@@ -285,20 +296,3 @@ async def _models(server: Context, principal: Principal) -> list[_Model]:
         for info in saved
         if info.checkpoint_type == "sampler" and info.damage is None
     ]
-
-
-_BY_PATH: Mapping[str, Mapping[str, Handler]] = {
-    **{
-        path: {"POST": _forward}
-        for path in (
-            routes.OPENAI_CHAT,
-            routes.OPENAI_COMPLETIONS,
-            routes.OPENAI_SESSIONS,
-            routes.ANTHROPIC_MESSAGES,
-            routes.ANTHROPIC_COUNT_TOKENS,
-        )
-    },
-    routes.OPENAI_MODELS: {"GET": _openai_models},
-    routes.ANTHROPIC_MODELS: {"GET": _anthropic_models},
-}
-PATHS = tuple(_BY_PATH)

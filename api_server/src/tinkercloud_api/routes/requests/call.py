@@ -213,7 +213,8 @@ class Call:
         async def receive() -> Message:
             return {"type": "http.request", "body": body}
 
-        return Call(self.server, HotRequest(scope, receive), send, self.principal)
+        request = HotRequest(scope, receive, len(body))
+        return Call(self.server, request, send, self.principal)
 
 
 Handler = Callable[[Call], Awaitable[None]]

@@ -10,7 +10,7 @@ import orjson
 from tinkercloud_api.heads.deliveries import may_pass
 from tinkercloud_api.providers.base import HeadEndpoint, Pending
 from tinkercloud_api.routes.requests import loss_routes, unloading
-from tinkercloud_api.routes.requests.call import SMALL_BODY_BYTES, Call
+from tinkercloud_api.routes.requests.call import Call
 from tinkercloud_api.web.long_polls import ShuttingDown
 from tinkercloud_protocol.requests.sampling_requests import RetrieveFutureRequest
 from tinkercloud_protocol.wire import future_responses, routes
@@ -49,7 +49,7 @@ async def retrieve(call: Call, seconds: float) -> None:
         call: a retrieve_future request.
         seconds: how long to wait, at most as long as a long poll; 0 returns at once.
     """
-    body = await call.request.body(SMALL_BODY_BYTES)
+    body = await call.request.body()
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
         await call.server.locator.authorize_run(model_id, call.principal)
@@ -188,7 +188,7 @@ async def _withdraw(call: Call, request_id: RequestId, error: WireError) -> None
 
 async def cancel_future(call: Call) -> None:
     """Forward a cancellation. Cancelling a request that has already finished is not an error."""
-    body = await call.request.body(SMALL_BODY_BYTES)
+    body = await call.request.body()
     request_id = _request_id(parse_json(RetrieveFutureRequest, body).request_id)
     if not isinstance(request_id.target, SamplingSessionId):
         raise InvalidRequest("request_id: only sampling requests can be cancelled")

@@ -40,7 +40,7 @@ async def reject_in_sequence(call: Call, error: WireError) -> None:
         WireError: `error` itself, if the body states no position.
     """
     try:
-        body = await call.request.body(call.server.settings.limits.max_body_bytes)
+        body = await call.request.body()
     except BodyTooLarge:
         body = call.request.prefix
     position = await asyncio.to_thread(envelope.peek_json_place, body)

@@ -51,7 +51,7 @@ async def show_future(request_id: Name, server: Server, caller: Caller) -> Respo
     body = orjson.dumps({"request_id": request_id})
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
-        call = Call(server, HotRequest(scope, receive), send, caller)
+        call = Call(server, HotRequest(scope, receive, len(body)), send, caller)
         poll = call.of_own(routes.RETRIEVE_FUTURE, body, StateAnswer(call.send).send)
         await future_routes.retrieve(poll, 0.0)
 

@@ -41,7 +41,7 @@ async def route_sample(call: Call) -> RoutedSample:
         NotFound: the sampling session or the weights do not exist for this caller.
         InvalidRequest: the request names neither, or both a model and other weights.
     """
-    body = await call.request.body(call.server.settings.limits.max_body_bytes)
+    body = await call.request.body()
     locator = call.server.locator
     named = None
     try:

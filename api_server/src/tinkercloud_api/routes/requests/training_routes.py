@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import wraps
 from http import HTTPStatus
 
 import orjson
@@ -161,9 +162,10 @@ def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
     A request that is too long fails in its position, if the start of its body states one.
     """
 
+    @wraps(handle)
     async def handler(call: Call) -> None:
         try:
-            body = await call.request.body(call.server.settings.limits.max_body_bytes)
+            body = await call.request.body()
         except BodyTooLarge as error:
             position = envelope.peek_json_place(call.request.prefix)
             await forward_rejection(call, position, error)

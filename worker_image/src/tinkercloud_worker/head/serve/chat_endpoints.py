@@ -7,7 +7,7 @@ samples.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,8 +19,8 @@ import structlog
 from tinkercloud_protocol.requests.sampling_requests import Chunk, ModelInput, SampleRequest
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.responses.json_results import sample_as_json
-from tinkercloud_protocol.wire import routes
-from tinkercloud_protocol.wire.asgi import Receive, Send, error_headers, respond
+from tinkercloud_protocol.wire import recorded_paths, routes
+from tinkercloud_protocol.wire.asgi import Send, error_headers, respond
 from tinkercloud_protocol.wire.errors import (
     ContextLengthExceeded,
     InvalidRequest,
@@ -35,7 +35,7 @@ from tinkercloud_worker.chat.chat_images import model_input
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
 from tinkercloud_worker.chat.prompt_limits import check_body
-from tinkercloud_worker.chat.recorded import SEPARATOR, RecordedSessions, Turn, datums
+from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
@@ -50,8 +50,6 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 _EVENTS = "text/event-stream; charset=utf-8"
-_CHAT, _DATUMS, _DELETE = "v1/chat/completions", "datums", "delete"
-"""What follows the name of a recorded session in a path."""
 _PARAMS = "sampling_params."
 """How messages about sampling requests name parameters, which here belong to the request itself."""
 
@@ -103,11 +101,7 @@ def _ask_message(body: bytes, text: ChatText) -> tuple[Asked, WireAnswer]:
     return asked, MessageAnswer(asked)
 
 
-_FORMATS: dict[str, Callable[[bytes, ChatText], tuple[Asked, WireAnswer]]] = {
-    routes.OPENAI_CHAT: _ask_chat,
-    routes.OPENAI_COMPLETIONS: _ask_completion,
-    routes.ANTHROPIC_MESSAGES: _ask_message,
-}
+_Format = Callable[[bytes, ChatText], tuple[Asked, WireAnswer]]
 
 
 @dataclass(slots=True, eq=False)
@@ -215,26 +209,31 @@ class HeadChat:
         self._work = PromptWork()
 
     async def serve(
-        self, request: Request, receive: Receive, send: Send, service: HeadService, backend: Backend
+        self,
+        operation: "Operation",
+        request: Request,
+        service: HeadService,
+        backend: Backend,
+        send: Send,
     ) -> None:
         """Answer a request that the API server has authorized; failures become error responses.
 
         Args:
+            operation: one of `OPERATIONS`.
             request: the request.
-            receive: notifies of a client that disconnects.
-            send: sends the answer (ASGI).
             service: executes the samples.
             backend: the served model.
+            send: sends the answer (ASGI).
         """
         sending = _Sending(send, request.path)
         try:
             async with AsyncExitStack() as room:
                 owner = service.owner_of(request.headers[routes.TARGET_HEADER])
-                size = request.body_bytes(routes.MAX_CHAT_BODY_BYTES)
-                await room.enter_async_context(self._work.room(owner, size))
-                body = _Body(await request.body(routes.MAX_CHAT_BODY_BYTES), room)
-                work = asyncio.create_task(self._answer(request, body, sending, service, backend))
-                gone = asyncio.create_task(_disconnected(receive))
+                await room.enter_async_context(self._work.room(owner, request.body_bytes()))
+                body = _Body(await request.body(), room)
+                call = Call(request, owner, body, sending, service, backend, _text_of(backend))
+                work = asyncio.create_task(operation(self, call))
+                gone = asyncio.create_task(request.wait_until_disconnected())
                 try:
                     await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
                     if work.done():
@@ -249,38 +248,53 @@ class HeadChat:
             log.exception("unexpected error in a chat request", path=request.path)
             await sending.fail(WireError(chat_errors.INTERNAL_ERROR))
 
-    async def _answer(
-        self,
-        request: Request,
-        body: "_Body",
-        sending: "_Sending",
-        service: HeadService,
-        backend: Backend,
-    ) -> None:
-        text = backend.text
-        if text is None:
-            raise InvalidRequest("this session head has no tokenizer for text; use asample")
-        target = request.headers[routes.TARGET_HEADER]
-        owner = service.owner_of(target)
-        if request.path == routes.ANTHROPIC_COUNT_TOKENS:
-            num_tokens = await self._read(owner, body, partial(_count_tokens, text))
-            await sending.whole(orjson.dumps({"input_tokens": num_tokens}))
-            return
-        if request.path == routes.OPENAI_SESSIONS:
-            model = await self._read(owner, body, _model_of)
-            name = self._recorded.create(target, owner, model)
-            created = {"id": name, "object": "recorded_session", "model": model}
-            await sending.whole(orjson.dumps(created))
-            return
-        recorded, action = _recorded_in(request.path, target)
-        if action in {_DATUMS, _DELETE} and recorded is not None:
-            await sending.whole(await self._turns(owner, recorded, action))
-            return
-        path = routes.OPENAI_CHAT if action == _CHAT else request.path
-        if path not in _FORMATS:
-            raise NotFound(f"a session head does not serve {request.path}")
-        ask = partial(_ask, path, text, backend)
-        asked, answer, choices = await self._read(owner, body, ask)
+    async def chat(self, call: "Call") -> None:
+        """POST chat/completions of OpenAI."""
+        await self._sample(call, _ask_chat)
+
+    async def complete(self, call: "Call") -> None:
+        """POST completions of OpenAI."""
+        await self._sample(call, _ask_completion)
+
+    async def message(self, call: "Call") -> None:
+        """POST messages of Anthropic."""
+        await self._sample(call, _ask_message)
+
+    async def count_tokens(self, call: "Call") -> None:
+        """POST messages/count_tokens of Anthropic."""
+        num_tokens = await self._read(call, partial(_count_tokens, call.text))
+        await call.sending.whole(orjson.dumps({"input_tokens": num_tokens}))
+
+    async def create_session(self, call: "Call") -> None:
+        """Create a recorded session."""
+        model = await self._read(call, _model_of)
+        name = self._recorded.create(call.target, call.owner, model)
+        created = {"id": name, "object": "recorded_session", "model": model}
+        await call.sending.whole(orjson.dumps(created))
+
+    async def chat_in_session(self, call: "Call") -> None:
+        """Add turns to a recorded session."""
+        await self._sample(call, _ask_chat, call.recorded())
+
+    async def datums(self, call: "Call") -> None:
+        """Return the turns of a recorded session as training data."""
+        recorded = call.recorded()
+        turns = self._recorded.turns(recorded)
+
+        def content() -> bytes:
+            found = {"id": recorded, "num_turns": len(turns), "data": datums(turns)}
+            return orjson.dumps(found)
+
+        await call.sending.whole(await self._work.run(call.owner, content))
+
+    async def delete_session(self, call: "Call") -> None:
+        """Delete a recorded session."""
+        self._recorded.delete(call.recorded())
+        await call.sending.whole(b"{}")
+
+    async def _sample(self, call: "Call", read: _Format, recorded: str | None = None) -> None:
+        ask = partial(_ask, read, call.text, call.backend)
+        asked, answer, choices = await self._read(call, ask)
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -289,25 +303,13 @@ class HeadChat:
                 )
             self._recorded.check_room(recorded, asked.model)
         run = Run(asked, answer, choices, recorded=recorded)
-        await self._run(run, target, sending, service, backend)
+        await self._run(run, call.target, call.sending, call.service, call.backend)
 
-    async def _read(self, owner: str, body: "_Body", read: Callable[[bytes], T]) -> T:
+    async def _read(self, call: "Call", read: Callable[[bytes], T]) -> T:
         """Read a body when it is its owner's turn, and free it."""
-        found = await self._work.run(owner, partial(read, body.take()))
-        await body.room.aclose()
+        found = await self._work.run(call.owner, partial(read, call.body.take()))
+        await call.body.room.aclose()
         return found
-
-    async def _turns(self, owner: str, recorded: str, action: str) -> bytes:
-        if action == _DELETE:
-            self._recorded.delete(recorded)
-            return b"{}"
-        turns = self._recorded.turns(recorded)
-
-        def content() -> bytes:
-            found = {"id": recorded, "num_turns": len(turns), "data": datums(turns)}
-            return orjson.dumps(found)
-
-        return await self._work.run(owner, content)
 
     def _record(self, run: Run, recorded: str) -> None:
         for choice in run.choices:
@@ -354,22 +356,34 @@ class HeadChat:
             await sending.whole(whole)
 
 
-def _recorded_in(path: str, target: str) -> tuple[str | None, str]:
-    """Return the recorded session in a path, and what follows it; None and "" if it has none.
+Operation = Callable[[HeadChat, "Call"], Coroutine[Any, Any, None]]
+_SESSION = routes.OPENAI_SESSIONS + "/{id}"
+OPERATIONS: tuple[tuple[str, str, Operation], ...] = (
+    ("POST", routes.OPENAI_CHAT, HeadChat.chat),
+    ("POST", routes.OPENAI_COMPLETIONS, HeadChat.complete),
+    ("POST", routes.ANTHROPIC_MESSAGES, HeadChat.message),
+    ("POST", routes.ANTHROPIC_COUNT_TOKENS, HeadChat.count_tokens),
+    ("POST", routes.OPENAI_SESSIONS, HeadChat.create_session),
+    ("POST", f"{_SESSION}/{recorded_paths.CHAT}", HeadChat.chat_in_session),
+    ("POST", f"{_SESSION}/{recorded_paths.DATUMS}", HeadChat.datums),
+    ("POST", f"{_SESSION}/{recorded_paths.DELETE}", HeadChat.delete_session),
+)
+"""Method, path and operation. API servers forward requests of all methods as POST."""
+
+
+def _text_of(backend: Backend) -> ChatText:
+    """Return how the model's conversations become tokens.
 
     Raises:
-        NotFound: the session is not one of the sampling session that the request was routed to.
+        InvalidRequest: there is no tokenizer.
     """
-    if not path.startswith(routes.OPENAI_SESSIONS + "/"):
-        return None, ""
-    name, _, action = path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")
-    if not name.startswith(target + SEPARATOR):
-        raise NotFound(f"recorded session {name[:256]!r} is unknown")
-    return name, action
+    if backend.text is None:
+        raise InvalidRequest("this session head has no tokenizer for text; use asample")
+    return backend.text
 
 
 def _ask(
-    path: str, text: ChatText, backend: Backend, body: bytes
+    read: _Format, text: ChatText, backend: Backend, body: bytes
 ) -> tuple[Asked, WireAnswer, list[Choice]]:
     """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
 
@@ -377,7 +391,7 @@ def _ask(
         InvalidRequest: the request is invalid, or a prompt is too long.
     """
     check_body(body)
-    asked, answer = _FORMATS[path](body, text)
+    asked, answer = read(body, text)
     most = backend.trainer.limits.max_context_length
     for prompt in asked.prompts:
         if len(prompt) > most:
@@ -491,6 +505,37 @@ class _Body:
         return content
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request and all that answers it."""
+
+    request: Request
+    owner: str
+    """The owner of the sampling session."""
+    body: _Body
+    sending: "_Sending"
+    service: HeadService
+    backend: Backend
+    text: ChatText
+
+    @property
+    def target(self) -> str:
+        """The sampling session."""
+        return self.request.headers[routes.TARGET_HEADER]
+
+    def recorded(self) -> str:
+        """Return the name of the recorded session in the path.
+
+        Raises:
+            NotFound: it is not one of the sampling session that the request was routed to.
+        """
+        found = recorded_paths.parse(self.request.path)
+        if found is None or found.sampler_id != self.target:
+            name = self.request.path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")[0]
+            raise NotFound(f"recorded session {name[:256]!r} is unknown")
+        return found.name
+
+
 @dataclass(slots=True)
 class _Sending:
     """The answer on the connection; an error after its beginning becomes its last event."""
@@ -526,8 +571,3 @@ class _Sending:
             return
         event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""
         await self.last(event + b"data: " + body + b"\n\n")
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -10,7 +10,8 @@ is rejected outright.
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import TypeVar
 from urllib.parse import unquote
 
@@ -37,7 +38,13 @@ from tinkercloud_protocol.requests.sampling_requests import (
 from tinkercloud_protocol.requests.training_requests import AttachModelAnswer, AttachModelRequest
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.responses.json_results import forward_backward_as_json, sample_as_json
-from tinkercloud_protocol.wire import envelope, future_responses, request_ids, routes
+from tinkercloud_protocol.wire import (
+    envelope,
+    future_responses,
+    recorded_paths,
+    request_ids,
+    routes,
+)
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.errors import (
     BodyTooLarge,
@@ -51,7 +58,7 @@ from tinkercloud_protocol.wire.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.wire.json_model import parse_json
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.head.order.unnumbered import Arrivals
-from tinkercloud_worker.head.serve.chat_endpoints import HeadChat
+from tinkercloud_worker.head.serve.chat_endpoints import OPERATIONS, HeadChat, Operation
 from tinkercloud_worker.head.serve.lifecycle import Lifecycle
 from tinkercloud_worker.head.serve.retrieval import Poll
 from tinkercloud_worker.head.serve.service import HeadService
@@ -61,6 +68,7 @@ from tinkercloud_worker.head.wire.head_http import (
     LARGE_BODY_BYTES,
     Request,
     Response,
+    Stream,
     error_response,
 )
 from tinkercloud_worker.head.wire.head_token import HeadToken
@@ -69,17 +77,11 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-_UNAUTHENTICATED = (routes.HEAD_HEALTH, routes.HEAD_READY, routes.HEAD_METRICS)
-"""Paths served without a token: kubelet and Prometheus have none."""
-
 
 class WrongGeneration(WireError):
     """The request was meant for an earlier head at this address."""
 
     status = routes.WRONG_GENERATION_STATUS
-
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class HeadApp:
@@ -95,33 +97,6 @@ class HeadApp:
         self._arrivals = Arrivals()
         self._chat = HeadChat()
         self._body_limiter = BodyLimiter(limits.max_body_bytes)
-        self._routes: dict[tuple[str, str], Handler] = {
-            ("GET", routes.HEAD_HEALTH): self._health,
-            ("GET", routes.HEAD_READY): self._ready,
-            ("GET", routes.HEAD_WAIT_READY): self._wait_ready,
-            ("GET", routes.HEAD_STATUS): self._status,
-            ("GET", routes.HEAD_METRICS): self._metrics,
-            ("POST", routes.FORWARD_BACKWARD): self._forward_backward,
-            ("POST", routes.FORWARD): self._forward,
-            **{("POST", path): self._ordered for path in requests.JSON_REQUESTS},
-            ("POST", routes.ATTACH_MODEL): self._attach_model,
-            ("POST", routes.ASAMPLE): self._asample,
-            ("POST", routes.RETRIEVE_FUTURE): self._retrieve_future,
-            ("POST", routes.CANCEL_FUTURE): self._cancel_future,
-            ("POST", routes.HEAD_SUSPEND): self._suspend,
-            ("POST", routes.HEAD_CHECKPOINT): self._checkpoint,
-            ("POST", routes.HEAD_SUSPEND_MODEL): self._suspend_model,
-            ("POST", routes.HEAD_MOVE_MODEL): self._move_model,
-            ("DELETE", routes.HEAD_MOVE_MODEL): self._move_model,
-            ("POST", routes.HEAD_ENGINES): self._engines,
-            ("GET", routes.HEAD_MODELS): self._models,
-            ("GET", routes.HEAD_TIMELINE): self._timeline,
-            ("PUT", routes.HEAD_MODELS): self._put_model,
-            ("DELETE", routes.HEAD_MODELS): self._delete_model,
-            ("POST", routes.HEAD_FORGET_RESULTS): self._forget_results,
-            ("PUT", routes.HEAD_SAMPLERS): self._put_sampler,
-            ("DELETE", routes.HEAD_SAMPLERS): self._delete_sampler,
-        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event (the ASGI entry point)."""
@@ -132,39 +107,33 @@ class HeadApp:
         name = request.headers.get(request_ids.HEADER)
         named = {request_ids.LOG_FIELD: name} if name else {}
         with structlog.contextvars.bound_contextvars(**named):
-            await self._serve(request, receive, send)
+            await self._serve(request, send)
 
-    async def _serve(self, request: Request, receive: Receive, send: Send) -> None:
-        if (request.method, request.path) == ("GET", routes.HEAD_LEASE):
-            await self._lease(request, receive, send)
-            return
-        if request.path.startswith(chat_errors.PREFIXES):
-            await self._serve_chat(request, receive, send)
-            return
+    async def _serve(self, request: Request, send: Send) -> None:
         try:
             response = await self._respond(request)
         except WireError as error:
-            response = error_response(error)
+            response = _error_response(request.path, error)
         except Exception:
             log.exception("unexpected error in a request handler", path=request.path)
             response = Response(b'{"detail": "internal error in the session head"}', 500)
         await response.send(send)
 
-    async def _respond(self, request: Request) -> Response:
-        handler = self._routes.get((request.method, request.path))
-        if handler is None:
-            collection = "/" + request.path.split("/", 2)[1]
-            handler = self._routes.get((request.method, collection))
+    async def _respond(self, request: Request) -> Response | Stream:
+        route = _BY_ROUTE.get((request.method, request.path))
+        if route is None:
+            route = _BY_ROUTE.get((request.method, _pattern_of(request.path)))
         if request.method == "POST" and routes.REFUSAL_HEADER in request.headers:
-            handler = self._refused
-        if handler is None:
-            paths = {request.path, "/" + request.path.split("/", 2)[1]}
-            if allowed := {method for method, path in self._routes if path in paths}:
+            route = _REFUSED
+        if route is None or route.needs_token:
+            self._authenticate(request)
+        if route is None:
+            paths = {request.path, _pattern_of(request.path)}
+            if allowed := {each.method for each in ROUTES if each.path in paths}:
                 raise MethodNotAllowed(request.method, request.path, allowed)
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
-        if request.path not in _UNAUTHENTICATED:
-            self._authenticate(request)
-        return await handler(request)
+        request.max_bytes = route.limit.max_bytes(self._limits)
+        return await route.handler(self, request)
 
     def _authenticate(self, request: Request) -> None:
         """Check the token of a request, and apply the limits of its owner that it carries."""
@@ -211,14 +180,13 @@ class HeadApp:
             BodyTooLarge: it exceeds the limit.
             InvalidRequest: it is incomplete, or can't be decompressed.
         """
-        limit = self._limits.max_body_bytes
-        size = request.body_bytes(limit)
+        size = request.body_bytes()
         if size < LARGE_BODY_BYTES:
-            yield await request.body(limit)
+            yield await request.body()
             return
         target = request.headers.get(routes.TARGET_HEADER, "")
         async with self._body_limiter.reserve(self._service.owner_of(target), size):
-            yield await request.body(limit)
+            yield await request.body()
 
     async def _forward_backward(self, request: Request) -> Response:
         if future_responses.is_json(request.headers.get("content-type", "")):
@@ -294,7 +262,7 @@ class HeadApp:
             return await self._submit(request, await _off_loop(parse, body))
 
     async def _attach_model(self, request: Request) -> Response:
-        body = await request.body(LARGE_BODY_BYTES)
+        body = await request.body()
         model_id = parse_json(AttachModelRequest, body).model_id
         self._check_target(request, model_id)
         await self._service.recall(model_id)
@@ -323,7 +291,7 @@ class HeadApp:
         return Response(future_responses.sample_promise(str(request_id), sequence_ids))
 
     async def _retrieve_future(self, request: Request) -> Response:
-        body = await request.body(LARGE_BODY_BYTES)
+        body = await request.body()
         asked = parse_json(RetrieveFutureRequest, body)
         request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
@@ -346,7 +314,7 @@ class HeadApp:
         return Response(result.body, content_type=result.content_type)
 
     async def _cancel_future(self, request: Request) -> Response:
-        body = await request.body(LARGE_BODY_BYTES)
+        body = await request.body()
         request_id = parse_json(CancelFutureRequest, body).request_id
         self._check_target(request, request_id.rpartition(":")[0])
         self._service.cancel(request_id)
@@ -366,7 +334,7 @@ class HeadApp:
         return Response()
 
     async def _engines(self, request: Request) -> Response:
-        existing = parse_json(Engines, await request.body(self._limits.max_body_bytes))
+        existing = parse_json(Engines, await request.body())
         needed = await self._lifecycle.needed_engines(existing.engines)
         return Response(Engines(engines=needed).model_dump_json().encode())
 
@@ -386,7 +354,7 @@ class HeadApp:
         return Response(saved.model_dump_json().encode())
 
     async def _put_model(self, request: Request) -> Response:
-        spec = parse_json(ModelSpec, await request.body(LARGE_BODY_BYTES))
+        spec = parse_json(ModelSpec, await request.body())
         model_id = ModelId.parse(_resource(request))
         return Response(future_responses.promise(await self._service.create_model(model_id, spec)))
 
@@ -395,12 +363,12 @@ class HeadApp:
         return Response()
 
     async def _forget_results(self, request: Request) -> Response:
-        which = parse_json(ForgetResults, await request.body(LARGE_BODY_BYTES))
+        which = parse_json(ForgetResults, await request.body())
         num_results = self._service.results.forget_read(which.owner, which.min_age_seconds)
         return Response(Forgotten(num_results=num_results).model_dump_json().encode())
 
     async def _put_sampler(self, request: Request) -> Response:
-        spec = parse_json(SamplerSpec, await request.body(LARGE_BODY_BYTES))
+        spec = parse_json(SamplerSpec, await request.body())
         self._service.register_sampler(SamplingSessionId.parse(_resource(request)), spec)
         return Response()
 
@@ -417,27 +385,19 @@ class HeadApp:
                 " id once"
             )
 
-    async def _serve_chat(self, request: Request, receive: Receive, send: Send) -> None:
-        try:
-            self._authenticate(request)
-            service, backend = self._service, self._lifecycle.backend
-        except WireError as error:
-            body = chat_errors.error_bytes(request.path, error)
-            await Response(body, error.status).send(send)
-            return
-        await self._chat.serve(request, receive, send, service, backend)
+    async def _answer_chat(self, operation: Operation, request: Request) -> Stream:
+        service, backend = self._service, self._lifecycle.backend
+        return Stream(partial(self._chat.serve, operation, request, service, backend))
 
-    async def _lease(self, request: Request, receive: Receive, send: Send) -> None:
+    async def _lease(self, request: Request) -> Stream:
         """Report usage for as long as the API server at the other end is alive."""
-        try:
-            self._authenticate(request)
-        except WireError as error:
-            await error_response(error).send(send)
-            return
+        return Stream(partial(self._hold_lease, request))
+
+    async def _hold_lease(self, request: Request, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         with self._lifecycle.held_lease():
-            gone = asyncio.create_task(_disconnected(receive))
+            gone = asyncio.create_task(request.wait_until_disconnected())
             reporting = asyncio.create_task(self._report(send))
             await asyncio.wait({gone, reporting}, return_when=asyncio.FIRST_COMPLETED)
             gone.cancel()
@@ -458,9 +418,94 @@ class HeadApp:
         await send({"type": "lifespan.shutdown.complete"})
 
 
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """The largest body of a request."""
+
+    name: str
+    """In the printed table."""
+    max_bytes: Callable[[Limits], int]
+
+
+_BATCH = BodyLimit("limits.max_body_bytes", lambda limits: limits.max_body_bytes)
+_SMALL = BodyLimit("64 KiB", lambda _: LARGE_BODY_BYTES)
+_CONVERSATION = BodyLimit("16 MiB", lambda _: routes.MAX_CHAT_BODY_BYTES)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRoute:
+    """A route of a head."""
+
+    method: str
+    path: str
+    """`{id}` in it stands for a name without a slash."""
+    limit: BodyLimit
+    handler: Callable[[HeadApp, Request], Awaitable[Response | Stream]]
+    needs_token: bool = True
+    """Whether only API servers may call it. Kubelet and Prometheus have no token."""
+
+    @property
+    def name(self) -> str:
+        """Name of the handler."""
+        return self.handler.__qualname__
+
+
+def _chat_route(method: str, path: str, operation: Operation) -> HeadRoute:
+    @wraps(operation)
+    async def answer(app: HeadApp, request: Request) -> Stream:
+        return await app._answer_chat(operation, request)
+
+    return HeadRoute(method, path, _CONVERSATION, answer)
+
+
+ROUTES: tuple[HeadRoute, ...] = (
+    HeadRoute("GET", routes.HEAD_HEALTH, _SMALL, HeadApp._health, needs_token=False),
+    HeadRoute("GET", routes.HEAD_READY, _SMALL, HeadApp._ready, needs_token=False),
+    HeadRoute("GET", routes.HEAD_METRICS, _SMALL, HeadApp._metrics, needs_token=False),
+    HeadRoute("GET", routes.HEAD_WAIT_READY, _SMALL, HeadApp._wait_ready),
+    HeadRoute("GET", routes.HEAD_STATUS, _SMALL, HeadApp._status),
+    HeadRoute("GET", routes.HEAD_LEASE, _SMALL, HeadApp._lease),
+    HeadRoute("POST", routes.FORWARD_BACKWARD, _BATCH, HeadApp._forward_backward),
+    HeadRoute("POST", routes.FORWARD, _BATCH, HeadApp._forward),
+    *(HeadRoute("POST", path, _BATCH, HeadApp._ordered) for path in requests.JSON_REQUESTS),
+    HeadRoute("POST", routes.ATTACH_MODEL, _SMALL, HeadApp._attach_model),
+    HeadRoute("POST", routes.ASAMPLE, _BATCH, HeadApp._asample),
+    HeadRoute("POST", routes.RETRIEVE_FUTURE, _SMALL, HeadApp._retrieve_future),
+    HeadRoute("POST", routes.CANCEL_FUTURE, _SMALL, HeadApp._cancel_future),
+    HeadRoute("POST", routes.HEAD_SUSPEND, _SMALL, HeadApp._suspend),
+    HeadRoute("POST", routes.HEAD_CHECKPOINT, _SMALL, HeadApp._checkpoint),
+    HeadRoute("POST", f"{routes.HEAD_CHECKPOINT}/{{id}}", _SMALL, HeadApp._checkpoint),
+    HeadRoute("POST", f"{routes.HEAD_SUSPEND_MODEL}/{{id}}", _SMALL, HeadApp._suspend_model),
+    HeadRoute("POST", f"{routes.HEAD_MOVE_MODEL}/{{id}}", _SMALL, HeadApp._move_model),
+    HeadRoute("DELETE", f"{routes.HEAD_MOVE_MODEL}/{{id}}", _SMALL, HeadApp._move_model),
+    HeadRoute("POST", routes.HEAD_ENGINES, _BATCH, HeadApp._engines),
+    HeadRoute("GET", routes.HEAD_MODELS, _SMALL, HeadApp._models),
+    HeadRoute("PUT", f"{routes.HEAD_MODELS}/{{id}}", _SMALL, HeadApp._put_model),
+    HeadRoute("DELETE", f"{routes.HEAD_MODELS}/{{id}}", _SMALL, HeadApp._delete_model),
+    HeadRoute("GET", f"{routes.HEAD_TIMELINE}/{{id}}", _SMALL, HeadApp._timeline),
+    HeadRoute("POST", routes.HEAD_FORGET_RESULTS, _SMALL, HeadApp._forget_results),
+    HeadRoute("PUT", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._put_sampler),
+    HeadRoute("DELETE", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._delete_sampler),
+    *(_chat_route(*each) for each in OPERATIONS),
+)
+"""All routes of a head; `make routes` prints them."""
+_BY_ROUTE = {(route.method, route.path): route for route in ROUTES}
+_REFUSED = HeadRoute("POST", "*", _BATCH, HeadApp._refused)
+"""Any path, with the header that says why the API server rejects the request."""
+
+
+def _pattern_of(path: str) -> str:
+    """Return the pattern of a path that names something."""
+    if (recorded := recorded_paths.parse(path)) is not None:
+        return f"{routes.OPENAI_SESSIONS}/{{id}}/{recorded.action}"
+    return f"/{path.split('/', 2)[1]}/{{id}}"
+
+
+def _error_response(path: str, error: WireError) -> Response:
+    """Return the answer that an error becomes, in the shape that callers of the path expect."""
+    if path.startswith(chat_errors.PREFIXES):
+        return Response(chat_errors.error_bytes(path, error), error.status)
+    return error_response(error)
 
 
 def _with_session(sample: SampleRequest, body: bytes, request: Request) -> SampleRequest:

@@ -28,6 +28,8 @@ from tinkercloud_protocol.heads.owner_limits import OwnerLimits
 from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.serve import assembly
+from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.head.serve.lease_reports import lease_reports
 from tinkercloud_worker.head.serve.service import HeadService
 
@@ -69,6 +71,8 @@ class Lifecycle:
         self._build = build
         self._service: HeadService | None = None
         self._backend: Backend | None = None
+        self._head: assembly.Head | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
         self._leases = 0
         self._orphan_timer: asyncio.TimerHandle | None = None
@@ -115,6 +119,8 @@ class Lifecycle:
             return
         self._backend = backend
         self._service = HeadService(backend)
+        self._head = assembly.Head(self._service, backend, IdleMemory(backend))
+        self._tasks = assembly.start(self._head)
         self._ready.set()
         self._update_orphan_timer()
         log.info("ready", model=backend.config.model.name)
@@ -291,11 +297,10 @@ class Lifecycle:
         await self.drained.wait()
         if self._loading is not None:
             self._loading.cancel()
-        if self._service is not None and self._backend is not None:
-            self._service.close()
-            await asyncio.to_thread(self._backend.losses.close)
-            await self._backend.sampler.close()
-            await asyncio.to_thread(self._backend.thread.stop)
+        for task in self._tasks:
+            task.cancel()
+        if self._head is not None:
+            await assembly.stop(self._head)
 
 
 def _stop_process() -> None:

@@ -30,7 +30,6 @@ from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
 from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.head.serve.deletion import ModelDeletion
-from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
 from tinkercloud_worker.head.serve.restoration import ModelRestoration
 from tinkercloud_worker.head.serve.retrieval import LONG_POLL, Poll, Retrieval
@@ -38,8 +37,6 @@ from tinkercloud_worker.head.serve.running_samples import RunningSamples
 from tinkercloud_worker.head.serve.shutdown import HeadShutdown
 
 log = structlog.get_logger(__name__)
-
-_SWEEP_SECONDS = 30.0
 
 
 class HeadService:
@@ -87,9 +84,8 @@ class HeadService:
         self._deletion = ModelDeletion(
             self.models, self._results, self.durability, self._autosaver, self._spawn
         )
-        self._idle_memory = IdleMemory(backend)
         self._last_activity = time.monotonic()
-        self._tasks = {asyncio.create_task(self._sweep())}
+        self._tasks = set[asyncio.Task[None]]()
 
     async def create_model(self, model_id: ModelId, spec: ModelSpec) -> str:
         """Create a model; return the id of the request that does so. Idempotent.
@@ -424,12 +420,6 @@ class HeadService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_SECONDS)
-            self._results.sweep()
-            await self._idle_memory.check(self.status())
 
     def _result_read(self, request_id: str) -> None:
         if (model := self.models.in_memory.get(request_id.rpartition(":")[0])) is not None:

@@ -4,6 +4,7 @@ The head speaks bare ASGI because its requests are large and of few kinds.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tinkercloud_protocol.wire import asgi
@@ -35,6 +36,14 @@ class Response:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An answer that is sent in parts."""
+
+    send: Callable[[Send], Awaitable[None]]
+    """Sends all of it."""
+
+
 def error_response(error: WireError) -> Response:
     """Return the answer that an error becomes."""
     # After a 503, clients wait longer from try to try, as a head takes its time to start.
@@ -48,12 +57,14 @@ class Request(asgi.Request):
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
         self._prefix = b""
+        self.max_bytes = 0
+        """Limit of the body: that of its route."""
 
-    def body_bytes(self, max_bytes: int) -> int:
+    def body_bytes(self) -> int:
         """Return an upper bound of the decompressed body's size, before it is received."""
         declared = self.headers.get("content-length", "")
         is_plain = self.headers.get("content-encoding", "identity") == "identity"
-        return int(declared) if is_plain and declared.isdecimal() else max_bytes
+        return int(declared) if is_plain and declared.isdecimal() else self.max_bytes
 
     def plain_prefix(self, max_bytes: int) -> bytes:
         """Return the beginning of the body, decompressed, as far as `body` has read it."""
@@ -64,11 +75,11 @@ class Request(asgi.Request):
         except InvalidRequest:
             return b""
 
-    async def body(self, max_bytes: int) -> bytes:
+    async def body(self) -> bytes:
         """Return the body, decompressed.
 
         Raises:
-            BodyTooLarge: it is longer than `max_bytes`, before or after decompression.
+            BodyTooLarge: it is longer than the limit, before or after decompression.
             InvalidRequest: the client disconnected, or the encoding is unknown or wrong.
         """
         chunks: list[bytes] = []
@@ -78,12 +89,12 @@ class Request(asgi.Request):
                 self._prefix = chunk
             chunks.append(chunk)
             size += len(chunk)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
+            if size > self.max_bytes:
+                raise _too_large(self.max_bytes)
         body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         asgi.check_encoding(self.headers, accepted=("zstd",))
         if self.headers.get("content-encoding") == "zstd":
-            return await asyncio.to_thread(_decompress, body, max_bytes)
+            return await asyncio.to_thread(_decompress, body, self.max_bytes)
         return body
 
 

@@ -1,0 +1,197 @@
+"""What a running server consists of: middleware, steps of startup and shutdown, periodic tasks.
+
+`api_app` runs the server from these lists, and a test compares them with a running server.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+import structlog
+from starlette.routing import BaseRoute
+from starlette.types import ASGIApp
+
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.config import api_metrics
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.context import Context
+from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.routes.account import session_usage
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.serve.hot_routes import EXACT_PATHS, JSON
+from tinkercloud_api.web.middleware import (
+    BodyLimitMiddleware,
+    MetricsMiddleware,
+    RequestIdMiddleware,
+)
+from tinkercloud_protocol.wire.errors import WireError
+
+log = structlog.get_logger(__name__)
+
+_INACTIVITY_SECONDS = 30.0
+"""Longest time between two checks for inactive clients."""
+_REPORT_SECONDS = 10.0
+"""Time limit at shutdown for determining which runs the heads did not save."""
+_UP_FOR_EXPIRY = timedelta(days=1)
+"""Time that clients have to reconnect after a server start before their sessions can expire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The components of a server that is starting, running or stopping."""
+
+    context: Context
+    admission: RunAdmission
+    started_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that a server does once, periodically, or for as long as it runs."""
+
+    name: str
+    """In logs, and of an asyncio task in `TASKS`."""
+    run: Callable[[Server], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What middleware needs of the application inside it."""
+
+    settings: Settings
+    server: Callable[[], Context]
+    """Returns the components of the server, which exist once it is running."""
+    routed: Sequence[BaseRoute]
+    """Routes of the application."""
+
+
+MIDDLEWARE: tuple[Callable[[ASGIApp, Outside], ASGIApp], ...] = (
+    lambda app, _: RequestIdMiddleware(app),
+    lambda app, _: MetricsMiddleware(app, EXACT_PATHS),
+    lambda app, outside: HotPaths(app, outside.server, outside.routed),
+    lambda app, outside: BodyLimitMiddleware(app, JSON.max_bytes(outside.settings)),
+)
+"""The middleware around the application, the outermost first."""
+
+
+def inactivity_period(settings: Settings) -> timedelta:
+    """Return the interval between checks for inactive clients."""
+    return timedelta(seconds=min(_INACTIVITY_SECONDS, settings.session_silence_seconds))
+
+
+async def _count_sessions(server: Server) -> None:
+    since = now() - session_usage.LIVE
+    api_metrics.CLIENT_SESSIONS.set(await server.context.catalog.count_live_sessions(since))
+
+
+async def _expire_sessions(server: Server) -> None:
+    settings, moment = server.context.settings, now()
+    days, is_local = settings.session_expiry_days, settings.provider == "local"
+    if is_local and days is not None and moment - server.started_at >= _UP_FOR_EXPIRY:
+        await server.context.training_runs.expire_sessions(moment, days)
+
+
+HOUSEKEEPING = (
+    Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
+    Step("count sessions", _count_sessions),
+    Step("expire sessions", _expire_sessions),
+    Step("delete expired checkpoints", lambda s: s.context.checkpoints.delete_expired()),
+    Step("remove stored runs", lambda s: s.context.stored_runs.sweep()),
+    Step("report lost runs", lambda s: s.context.locator.report_lost()),
+    Step("release ended sessions", lambda s: s.context.locator.release_leftovers(now())),
+    Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
+)
+"""Periodic steps, every `Settings.housekeeping_seconds`, one after another."""
+CARE_FOR_HEADS = (
+    Step("suspend inactive models", lambda s: s.context.shared_heads.suspend_inactive(now())),
+    Step("drop unclaimed models", lambda s: s.context.shared_heads.drop_orphans(now())),
+)
+"""Periodic steps about the models of shared heads, every `inactivity_period`, one after another.
+
+Apart from the housekeeping, because heads write whole models meanwhile.
+"""
+
+
+async def _run_housekeeping(server: Server) -> None:
+    await _repeat(HOUSEKEEPING, server, server.context.settings.housekeeping_seconds)
+
+
+async def _care_for_heads(server: Server) -> None:
+    period = inactivity_period(server.context.settings)
+    await _repeat(CARE_FOR_HEADS, server, period.total_seconds())
+
+
+async def _repeat(steps: Sequence[Step], server: Server, pause_seconds: float) -> None:
+    """Run steps periodically. The next one runs even if one fails."""
+    while True:
+        for step in steps:
+            try:
+                await step.run(server)
+            except Exception:
+                api_metrics.HOUSEKEEPING_ERRORS.inc()
+                log.exception("a periodic step failed; will retry", step=step.name)
+        await asyncio.sleep(pause_seconds)
+
+
+TASKS = (
+    Step("housekeeping", _run_housekeeping),
+    Step("care for heads", _care_for_heads),
+    Step("follow ended runs", lambda s: s.admission.follow()),
+)
+"""What runs as long as the server, alongside the requests. Components have tasks of their own."""
+
+
+async def _start_deliveries(server: Server) -> None:
+    server.context.deliveries.start()
+
+
+async def _report_lost(server: Server) -> None:
+    """Log the runs that stopped heads did not save, unless the checkpoint store is too slow."""
+    try:
+        async with asyncio.timeout(_REPORT_SECONDS):
+            await server.context.locator.report_lost()
+    except TimeoutError:
+        log.warning(
+            "the checkpoint store did not respond in time; cannot determine which runs were saved"
+        )
+
+
+STARTUP = (
+    Step("start the session heads", lambda s: s.context.provider.start(s.context.usage.record)),
+    Step("start deliveries", _start_deliveries),
+    Step("start the programs", lambda s: s.context.programs.start()),
+)
+"""Steps before the first request, in order; `TASKS` start after them."""
+SHUTDOWN = (
+    Step("stop deliveries", lambda s: s.context.deliveries.stop()),
+    Step("stop the programs", lambda s: s.context.programs.stop()),
+    Step("stop the session heads", lambda s: s.context.provider.stop()),
+    Step("find out which runs were saved", _report_lost),
+    Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
+)
+"""Steps after the last request and after the end of `TASKS`, in order."""
+
+
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[None]:
+    """Run a server for the duration of the context: its startup, its tasks, and its shutdown.
+
+    The next step of the shutdown runs even if one fails, as on a full disk.
+    """
+    for step in STARTUP:
+        await step.run(server)
+    tasks = [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for step in SHUTDOWN:
+            try:
+                await step.run(server)
+            except (WireError, OSError) as error:
+                log.warning("a step of the shutdown failed", step=step.name, reason=str(error))

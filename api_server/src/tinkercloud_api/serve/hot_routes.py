@@ -1,0 +1,254 @@
+"""The routes outside FastAPI: those that are forwarded to session heads, and files of uploads.
+
+A dictionary finds most of them. `route_table` lists them with those of FastAPI.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.routes.checkpoints import importing
+from tinkercloud_api.routes.models import chat_routes
+from tinkercloud_api.routes.requests import (
+    blocking,
+    future_routes,
+    sampling_routes,
+    training_routes,
+)
+from tinkercloud_api.routes.requests.call import SMALL_BODY_BYTES, Handler
+from tinkercloud_api.transfers import upload_urls
+from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES
+from tinkercloud_protocol.responses import chat_errors
+from tinkercloud_protocol.wire import recorded_paths, routes
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimit:
+    """The largest body of a request that is read into memory."""
+
+    name: str
+    """In the printed table."""
+    max_bytes: Callable[[Settings], int]
+
+
+def _fixed(name: str, max_bytes: int) -> BodyLimit:
+    return BodyLimit(name, lambda _: max_bytes)
+
+
+BATCH = BodyLimit("limits.max_body_bytes", lambda settings: settings.limits.max_body_bytes)
+SMALL = _fixed("1 MiB", SMALL_BODY_BYTES)
+JSON = _fixed("1 MiB", 1 << 20)
+"""What FastAPI serves."""
+CHAT = _fixed("16 MiB", routes.MAX_CHAT_BODY_BYTES)
+UPLOAD = _fixed("the announced size", MAX_CONFIG_BYTES)
+"""Weights are streamed up to the size that their upload announced; their configuration is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class HotRoute:
+    """A route that is served without FastAPI."""
+
+    method: str
+    path: str
+    """The path; with fields in braces if it is a pattern."""
+    limit: BodyLimit
+    handler: Handler
+    summary: str | None = None
+    """In the OpenAPI document; None: it is not in there."""
+    matches: Callable[[str], bool] | None = None
+    """Whether a path fits the pattern; None if `path` is no pattern."""
+
+
+def _below(prefix: str) -> Callable[[str], bool]:
+    return lambda path: path.startswith(prefix)
+
+
+def _recorded(action: str) -> Callable[[str], bool]:
+    def matches(path: str) -> bool:
+        found = recorded_paths.parse(path)
+        return found is not None and found.action == action
+
+    return matches
+
+
+_in_order = training_routes.in_order
+_SESSION = routes.OPENAI_SESSIONS + "/{session_id}"
+_UPLOADED = "{upload_id}/adapter_model.safetensors"
+HOT_ROUTES: tuple[HotRoute, ...] = (
+    HotRoute(
+        "POST",
+        routes.FORWARD_BACKWARD,
+        BATCH,
+        training_routes.forward_backward,
+        "Compute losses and accumulate gradients",
+    ),
+    HotRoute(
+        "POST",
+        routes.FORWARD,
+        BATCH,
+        _in_order(training_routes.forward_in_order),
+        "Compute losses without gradients",
+    ),
+    HotRoute(
+        "POST",
+        routes.OPTIM_STEP,
+        BATCH,
+        _in_order(training_routes.forward_in_order),
+        "Apply the accumulated gradients",
+    ),
+    HotRoute(
+        "POST",
+        routes.SAVE_WEIGHTS,
+        BATCH,
+        _in_order(training_routes.save_weights),
+        "Save a training checkpoint",
+    ),
+    HotRoute(
+        "POST",
+        routes.SAVE_WEIGHTS_FOR_SAMPLER,
+        BATCH,
+        _in_order(training_routes.save_weights_for_sampler),
+        "Save weights for sampling",
+    ),
+    HotRoute(
+        "POST",
+        routes.SAVE_WEIGHTS_EXTERNAL,
+        BATCH,
+        _in_order(training_routes.save_weights_external),
+        "Save weights as files for other programs",
+    ),
+    HotRoute(
+        "POST",
+        routes.LOAD_WEIGHTS,
+        BATCH,
+        _in_order(training_routes.load_weights),
+        "Load a checkpoint into a model or as a new model",
+    ),
+    HotRoute(
+        "POST",
+        routes.ATTACH_MODEL,
+        BATCH,
+        _in_order(training_routes.forward_in_order),
+        "Continue the order of an existing model from another client",
+    ),
+    HotRoute("POST", routes.ASAMPLE, BATCH, sampling_routes.asample, "Sample"),
+    HotRoute("POST", routes.SAMPLE, BATCH, blocking.sample, "Sample, and wait for the result"),
+    HotRoute(
+        "POST",
+        routes.RETRIEVE_FUTURE,
+        SMALL,
+        future_routes.retrieve_future,
+        "Wait for the result of a request",
+    ),
+    HotRoute(
+        "POST",
+        routes.CANCEL_FUTURE,
+        SMALL,
+        future_routes.cancel_future,
+        "Cancel a sampling request",
+    ),
+    HotRoute(
+        "GET",
+        routes.OPENAI_MODELS,
+        CHAT,
+        chat_routes.openai_models,
+        "List base models and the caller's checkpoints",
+    ),
+    HotRoute(
+        "GET",
+        routes.OPENAI_MODELS + "/{model}",
+        CHAT,
+        chat_routes.openai_model,
+        "Look up a model",
+        matches=_below(routes.OPENAI_MODELS + "/"),
+    ),
+    HotRoute("POST", routes.OPENAI_CHAT, CHAT, chat_routes.forward, "Create a chat completion"),
+    HotRoute("POST", routes.OPENAI_COMPLETIONS, CHAT, chat_routes.forward, "Create a completion"),
+    HotRoute(
+        "POST",
+        routes.OPENAI_SESSIONS,
+        CHAT,
+        chat_routes.forward,
+        "Create a recorded session of a model",
+    ),
+    HotRoute(
+        "POST",
+        f"{_SESSION}/{recorded_paths.CHAT}",
+        CHAT,
+        chat_routes.forward_recorded,
+        "Create a chat completion, and record it",
+        matches=_recorded(recorded_paths.CHAT),
+    ),
+    HotRoute(
+        "GET",
+        f"{_SESSION}/{recorded_paths.DATUMS}",
+        CHAT,
+        chat_routes.forward_recorded,
+        "Return recorded turns as training data",
+        matches=_recorded(recorded_paths.DATUMS),
+    ),
+    HotRoute(
+        "DELETE",
+        _SESSION,
+        CHAT,
+        chat_routes.delete_recorded,
+        "Delete a recorded session",
+        matches=_recorded(""),
+    ),
+    HotRoute(
+        "GET",
+        routes.ANTHROPIC_MODELS,
+        CHAT,
+        chat_routes.anthropic_models,
+        "List base models and the caller's checkpoints",
+    ),
+    HotRoute(
+        "GET",
+        routes.ANTHROPIC_MODELS + "/{model}",
+        CHAT,
+        chat_routes.anthropic_model,
+        "Look up a model",
+        matches=_below(routes.ANTHROPIC_MODELS + "/"),
+    ),
+    HotRoute("POST", routes.ANTHROPIC_MESSAGES, CHAT, chat_routes.forward, "Create a message"),
+    HotRoute(
+        "POST",
+        routes.ANTHROPIC_COUNT_TOKENS,
+        CHAT,
+        chat_routes.forward,
+        "Count the tokens of a message",
+    ),
+    HotRoute(
+        "PUT",
+        importing.UPLOADS + _UPLOADED,
+        UPLOAD,
+        importing.receive_file,
+        "Upload the weights of an adapter",
+        matches=_below(importing.UPLOADS),
+    ),
+    HotRoute(
+        "PUT",
+        upload_urls.PREFIX + "{upload_id}/{file}",
+        UPLOAD,
+        importing.receive_file,
+        matches=_below(upload_urls.PREFIX),
+    ),
+)
+"""All routes outside FastAPI, as `route_table` lists them."""
+EXACT_PATHS = frozenset(route.path for route in HOT_ROUTES if route.matches is None)
+_EXACT: Mapping[str, Mapping[str, HotRoute]] = {
+    path: {route.method: route for route in HOT_ROUTES if route.path == path}
+    for path in EXACT_PATHS
+}
+_PATTERNS = tuple(route for route in HOT_ROUTES if route.matches is not None)
+_WITH_PATTERNS = (*chat_errors.PREFIXES, importing.UPLOADS, upload_urls.PREFIX)
+"""Prefixes of all paths that fit a pattern."""
+
+
+def routes_at(path: str) -> Mapping[str, HotRoute]:
+    """Return the routes at a path by method; none if FastAPI serves it, or nothing does."""
+    if (exact := _EXACT.get(path)) is not None:
+        return exact
+    if not path.startswith(_WITH_PATTERNS):
+        return {}
+    return {route.method: route for route in _PATTERNS if route.matches and route.matches(path)}

@@ -1,0 +1,166 @@
+"""What a running API server consists of.
+
+A merge can remove a periodic task or a step together with nothing that fails. These lists are
+written out here so that it can't be removed unnoticed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.deliveries import Deliveries
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.heads.shared_heads import SharedHeads
+from tinkercloud_api.runs.owner_programs import Programs
+from tinkercloud_api.runs.training_runs import TrainingRuns
+from tinkercloud_api.serve import assembly
+from tinkercloud_api.serve.api_app import Application, running_context
+from tinkercloud_api.serve.hot_paths import HotPaths
+from tinkercloud_api.transfers.stored_runs import StoredRuns
+from tinkercloud_api.web.middleware import (
+    BodyLimitMiddleware,
+    MetricsMiddleware,
+    RequestIdMiddleware,
+)
+from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.served_heads import served
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
+
+HOUSEKEEPING: list[tuple[type, str]] = [
+    (Activity, "write"),
+    (Catalog, "count_live_sessions"),
+    (TrainingRuns, "expire_sessions"),
+    (Checkpoints, "delete_expired"),
+    (StoredRuns, "sweep"),
+    (HeadLocator, "report_lost"),
+    (HeadLocator, "release_leftovers"),
+    (Auditing, "forget"),
+]
+CARE_FOR_HEADS: list[tuple[type, str]] = [
+    (SharedHeads, "suspend_inactive"),
+    (SharedHeads, "drop_orphans"),
+]
+STARTUP: list[tuple[type, str]] = [
+    (OneHead, "start"),
+    (Deliveries, "start"),
+    (Programs, "start"),
+    (RunAdmission, "follow"),
+]
+SHUTDOWN: list[tuple[type, str]] = [
+    (Deliveries, "stop"),
+    (Programs, "stop"),
+    (OneHead, "stop"),
+    (HeadLocator, "report_lost"),
+    (Activity, "write"),
+    (Catalog, "close"),
+]
+TASKS = {
+    "_run_housekeeping",
+    "_care_for_heads",
+    "Deliveries._deliver_leftovers",
+    "Programs._write_changes",
+}
+"""Coroutines that run as long as a server without tenants, whose task `follow` ends at once."""
+MIDDLEWARE: list[tuple[type, str]] = [
+    (RequestIdMiddleware, "__call__"),
+    (MetricsMiddleware, "__call__"),
+    (HotPaths, "__call__"),
+    (BodyLimitMiddleware, "__call__"),
+]
+
+
+def named(calls: list[tuple[type, str]]) -> list[str]:
+    return [f"{owner.__name__}.{name}" for owner, name in calls]
+
+
+@pytest.fixture
+def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return a function that notes calls of methods from then on."""
+
+    def begin(*methods: tuple[type, str]) -> list[str]:
+        calls: list[str] = []
+
+        def note(owner: type, name: str) -> None:
+            original = getattr(owner, name)
+
+            @wraps(original)
+            def noted(*args: object, **kwargs: object) -> object:
+                calls.append(f"{owner.__name__}.{name}")
+                return original(*args, **kwargs)
+
+            monkeypatch.setattr(owner, name, noted)
+
+        for owner, name in methods:
+            note(owner, name)
+        return calls
+
+    return begin
+
+
+async def test_a_running_server_takes_all_periodic_steps(
+    tmp_path: Path, follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "_UP_FOR_EXPIRY", timedelta(0))
+    kept, cared = follow(*HOUSEKEEPING), follow(*CARE_FOR_HEADS)
+    settings = Settings(state_dir=tmp_path, session_expiry_days=1)
+
+    async with running_context(settings, OneHead()), asyncio.timeout(PATIENCE_SECONDS):
+        while len(kept) < len(HOUSEKEEPING) or len(cared) < len(CARE_FOR_HEADS):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        running = {
+            getattr(task.get_coro(), "__qualname__", "")
+            for task in asyncio.all_tasks() - {asyncio.current_task()}
+        }
+
+    assert kept[: len(HOUSEKEEPING)] == named(HOUSEKEEPING)
+    assert cared[: len(CARE_FOR_HEADS)] == named(CARE_FOR_HEADS)
+    assert running == TASKS
+    assert len(assembly.HOUSEKEEPING) == len(HOUSEKEEPING)
+    assert len(assembly.CARE_FOR_HEADS) == len(CARE_FOR_HEADS)
+    assert {"housekeeping", "care for heads", "follow ended runs"} == {
+        task.name for task in assembly.TASKS
+    }
+
+
+async def test_a_server_takes_all_steps_of_its_startup_and_shutdown_even_if_one_fails(
+    tmp_path: Path, follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: object) -> None:
+        raise OSError("full disk")
+
+    monkeypatch.setattr(Programs, "stop", fail)
+    started = follow(*STARTUP)
+    async with running_context(Settings(state_dir=tmp_path), OneHead()):
+        await asyncio.sleep(0)
+        stopped = follow(*SHUTDOWN)
+
+    assert started == named(STARTUP)
+    assert stopped == named(SHUTDOWN)
+    assert len(assembly.STARTUP) + 1 == len(STARTUP)
+    assert len(assembly.SHUTDOWN) + 1 == len(SHUTDOWN)
+
+
+async def test_requests_pass_all_middleware_in_order(
+    tmp_path: Path, follow: Callable[..., list[str]]
+) -> None:
+    app = Application(Settings(state_dir=tmp_path), OneHead())
+
+    async with served(app) as url, httpx.AsyncClient(base_url=url) as client:
+        await client.get("/livez")
+        passed = follow(*MIDDLEWARE)
+        assert (await client.get("/livez")).status_code == 200
+        of_request = [*passed]
+
+    assert of_request == named(MIDDLEWARE)
+    assert len(assembly.MIDDLEWARE) == len(MIDDLEWARE)

@@ -1,0 +1,95 @@
+"""What a running head consists of: its periodic tasks, and the steps of its shutdown.
+
+`Lifecycle` runs the head from these lists, and a test compares them with a running head.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.serve.idle_memory import IdleMemory
+from tinkercloud_worker.head.serve.service import HeadService
+
+_SWEEP_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The components of a head whose engine is loaded."""
+
+    service: HeadService
+    backend: Backend
+    idle_memory: IdleMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Something that a head does once, periodically, or for as long as it runs."""
+
+    name: str
+    """Name of an asyncio task in `TASKS`."""
+    run: Callable[[Head], Coroutine[Any, Any, None]]
+
+
+async def _drop_results(head: Head) -> None:
+    head.service.results.sweep()
+
+
+async def _free_idle_memory(head: Head) -> None:
+    await head.idle_memory.check(head.service.status())
+
+
+SWEEP = (
+    Step("drop results that are too old", _drop_results),
+    Step("free memory of an idle head", _free_idle_memory),
+)
+"""Periodic steps, every 30 seconds, one after another."""
+
+
+async def _sweep(head: Head) -> None:
+    while True:
+        await asyncio.sleep(_SWEEP_SECONDS)
+        for step in SWEEP:
+            await step.run(head)
+
+
+TASKS = (Step("sweep", _sweep),)
+"""What runs as long as the engine is loaded. Components have tasks of their own."""
+
+
+async def _close_service(head: Head) -> None:
+    head.service.close()
+
+
+async def _stop_losses(head: Head) -> None:
+    await asyncio.to_thread(head.backend.losses.close)
+
+
+async def _close_sampler(head: Head) -> None:
+    await head.backend.sampler.close()
+
+
+async def _stop_engine(head: Head) -> None:
+    await asyncio.to_thread(head.backend.thread.stop)
+
+
+SHUTDOWN = (
+    Step("close the service", _close_service),
+    Step("stop the processes of custom losses", _stop_losses),
+    Step("close the sampler", _close_sampler),
+    Step("stop the engine thread", _stop_engine),
+)
+"""Steps after all models are suspended or lost and after the end of `TASKS`, in order."""
+
+
+def start(head: Head) -> list[asyncio.Task[None]]:
+    """Start the tasks of a head."""
+    return [asyncio.create_task(task.run(head), name=task.name) for task in TASKS]
+
+
+async def stop(head: Head) -> None:
+    """Take the steps of the shutdown."""
+    for step in SHUTDOWN:
+        await step.run(head)
