@@ -16,9 +16,10 @@ MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
 E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
 KILL_TESTS := test_durable_sessions.py
 FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
-SHARDED_TESTS := $(addprefix tests/conformance/,test_training_with_the_sdk.py test_checkpoints_with_the_sdk.py)
-TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input test_sampling_with_the_sdk.py test_custom_losses.py \
-  test_external_weights.py test_cookbook.py test_suspension.py::test_a_pending_gradient_survives_a_restart)
+SHARDED_TESTS := $(addprefix tests/conformance/,training/test_training_with_the_sdk.py checkpoints/test_checkpoints_with_the_sdk.py)
+TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input sampling/test_sampling_with_the_sdk.py \
+  training/test_custom_losses.py checkpoints/test_external_weights.py training/test_cookbook.py \
+  training/test_suspension.py::test_a_pending_gradient_survives_a_restart)
 # SDK versions that tests exercise; `make compatibility` exercises more.
 TESTED_SDKS := 0.16.1 0.24.1 0.38.0
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
@@ -72,7 +73,7 @@ test-engines: .venv/.installed ## run the tests of trainers with several ranks a
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
 	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
-	@$(BIN)/pytest tests/conformance/test_images.py -k "training and not restart" --trainer torch-2 --trainer torch-sharded
+	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2 --trainer torch-sharded
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search

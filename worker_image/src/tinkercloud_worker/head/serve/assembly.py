@@ -25,7 +25,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class HeadStep:
     """Something that a head does once, periodically, or for as long as it runs."""
 
     name: str
@@ -42,8 +42,8 @@ async def _free_idle_memory(head: Head) -> None:
 
 
 SWEEP = (
-    Step("drop results that are too old", _drop_results),
-    Step("free memory of an idle head", _free_idle_memory),
+    HeadStep("drop results that are too old", _drop_results),
+    HeadStep("free memory of an idle head", _free_idle_memory),
 )
 """Periodic steps, every 30 seconds, one after another."""
 
@@ -55,7 +55,7 @@ async def _sweep(head: Head) -> None:
             await step.run(head)
 
 
-TASKS = (Step("sweep", _sweep),)
+TASKS = (HeadStep("sweep", _sweep),)
 """What runs as long as the engine is loaded. Components have tasks of their own."""
 
 
@@ -76,10 +76,10 @@ async def _stop_engine(head: Head) -> None:
 
 
 SHUTDOWN = (
-    Step("close the service", _close_service),
-    Step("stop the processes of custom losses", _stop_losses),
-    Step("close the sampler", _close_sampler),
-    Step("stop the engine thread", _stop_engine),
+    HeadStep("close the service", _close_service),
+    HeadStep("stop the processes of custom losses", _stop_losses),
+    HeadStep("close the sampler", _close_sampler),
+    HeadStep("stop the engine thread", _stop_engine),
 )
 """Steps after all models are suspended or lost and after the end of `TASKS`, in order."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tinkercloud_testing.servers import a_server
 
-PAGE = (Path(__file__).parents[2] / "docs/operate/operations.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/operate/operations.md").read_text()
 SECTION = PAGE.partition("\n## Backing up\n")[2].partition("\n## ")[0]
 BACK_UP, RESTORE = re.findall(r"^```sh\n(.*?)^```", SECTION, re.M | re.S)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tinkercloud_testing.servers import API_KEY, Server
 
-SCRIPT = Path(__file__).parents[2] / "charts" / "tinkercloud" / "files" / "train_one_step.py"
+SCRIPT = Path(__file__).parents[3] / "charts" / "tinkercloud" / "files" / "train_one_step.py"
 
 
 def run(server: Server, model: str, key: str = API_KEY) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ import pytest
 
 from tinkercloud_testing.servers import API_KEY, Server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "use" / "tutorial.md"
 QUICKSTART = ROOT / "docs" / "operate" / "quickstart.md"
 NOTEBOOK = ROOT / "examples" / "tutorial.ipynb"

@@ -10,7 +10,7 @@ import pytest
 
 from tinkercloud_testing.servers import API_KEY, Server
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "use" / "http-api.md").read_text()
 EXAMPLES = re.findall(r"^```sh\n(.*?)^```(?:\n\n```json\n(.*?)^```)?", PAGE, re.M | re.S)
 MARK = "-- next example --"

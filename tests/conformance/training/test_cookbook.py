@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_testing.servers import Server
 
 MODEL = "tiny/llama"
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[3] / "README.md"
 
 SUPERVISED = """
 import asyncio, sys

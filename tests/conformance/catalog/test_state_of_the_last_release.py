@@ -27,7 +27,7 @@ from tinkercloud_testing.state_of_release import (
     unpack,
 )
 
-(ARCHIVE,) = (Path(__file__).parents[1] / "data" / "states").glob("*.tar.xz")
+(ARCHIVE,) = (Path(__file__).parents[2] / "data" / "states").glob("*.tar.xz")
 
 
 @pytest.fixture(scope="module")
