@@ -25,7 +25,7 @@ from tinkercloud_testing.packages import (
     build,
     locked,
 )
-from tinkercloud_testing.servers import free_port
+from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(3600)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import API_KEY, Server, a_server, free_port
+from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.servers import API_KEY, Server, a_server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"

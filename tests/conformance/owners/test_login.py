@@ -23,7 +23,8 @@ from tinkercloud_api.config.login_settings import OidcSettings
 from tinkercloud_api.login.login_pages import application
 from tinkercloud_api.login.openid_login import Logins
 from tinkercloud_testing.openid import Provider, a_provider, changed
-from tinkercloud_testing.servers import Server, free_port
+from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.servers import Server
 
 # The provider uses parts of Authlib that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

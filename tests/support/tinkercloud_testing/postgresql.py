@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinkercloud_testing.cluster.programs import ROOT, Program, state_folder, system_tool
-from tinkercloud_testing.servers import free_port
+from tinkercloud_testing.ports import free_port
 
 _USER = "tinkercloud"
 _SYSTEM_USER = "postgres"

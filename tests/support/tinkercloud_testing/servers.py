@@ -5,7 +5,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,6 +17,7 @@ from typing import Any
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
+from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
@@ -38,13 +38,6 @@ TRAINERS: Mapping[str, Mapping[str, str]] = {
 
 NOT_DURABLE = {"TINKERCLOUD_DURABILITY__LEVEL": "none"}
 """Server settings with which a killed head loses its runs."""
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -19,7 +19,7 @@ from tinkercloud_testing.charts import helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane, own_address
 from tinkercloud_testing.cluster.programs import Program, build_folder
-from tinkercloud_testing.servers import free_port
+from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.waiting import wait_until
 
 QUEUES_LABEL = "queues"

@@ -15,7 +15,7 @@ import yaml
 from tinkercloud_testing.charts import CHART, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT, Program
-from tinkercloud_testing.servers import free_port
+from tinkercloud_testing.ports import free_port
 
 _REST_SECONDS = 3.0
 """Longer than the time for which pod events are batched."""

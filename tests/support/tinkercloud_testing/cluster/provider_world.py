@@ -27,8 +27,9 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT
 from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.postgresql import a_postgresql
-from tinkercloud_testing.servers import Server, free_port
+from tinkercloud_testing.servers import Server
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 MODEL = "tiny/llama"
