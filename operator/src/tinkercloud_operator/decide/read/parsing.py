@@ -1,6 +1,5 @@
 """Parses Kubernetes objects (JSON) into the fields of `Observed`: pure."""
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
@@ -10,26 +9,13 @@ from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import CORDON, BaseModelSpec
-from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.decide.read.pod_problems import is_true, problem_of, program_failure
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Node, Pod, PodProblem, ProgramPod
+from tinkercloud_operator.spec.snapshot import Node, Pod, ProgramPod
 
-_WAITING_REASONS: Mapping[str, Reason] = {
-    "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,
-    "ErrImagePull": Reason.IMAGE_PULL_BACK_OFF,
-    "ErrImageNeverPull": Reason.IMAGE_PULL_BACK_OFF,
-    "InvalidImageName": Reason.IMAGE_PULL_BACK_OFF,
-    "CreateContainerConfigError": Reason.CONFIGURATION_ERROR,
-    "CreateContainerError": Reason.CONFIGURATION_ERROR,
-    "RunContainerError": Reason.CONFIGURATION_ERROR,
-    "CrashLoopBackOff": Reason.CRASH_LOOP,
-}
-
-_MISSING_CLAIM = re.compile(r'persistentvolumeclaim "[^"]*" not found')
-"""The scheduler's message about a missing claim, which is unrelated to nodes."""
 _BLOCKING_EFFECTS = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints that keep new pods off a node."""
 _ACTIVITY_FIELD = f"f:{labels.LAST_ACTIVITY}"
@@ -121,13 +107,13 @@ def pod(manifest: Manifest) -> Pod:
         name=metadata["name"],
         uid=metadata["uid"],
         component=metadata.get("labels", {}).get(labels.COMPONENT_LABEL, ""),
-        is_scheduled=_is_true(conditions.get("PodScheduled")),
+        is_scheduled=is_true(conditions.get("PodScheduled")),
         is_started=bool(serving)
         and all(item.get("started") or item.get("ready") for item in serving),
-        is_ready=_is_true(conditions.get("Ready")),
+        is_ready=is_true(conditions.get("Ready")),
         is_terminating="deletionTimestamp" in metadata,
         restarts=sum(item.get("restartCount", 0) for item in serving),
-        problem=_problem(manifest, conditions),
+        problem=problem_of(manifest, conditions),
         node=spec.get("nodeName"),
         tolerations=frozenset(each["key"] for each in _slim_pod_spec(spec).get("tolerations", [])),
         finalizers=tuple(metadata.get("finalizers", [])),
@@ -140,13 +126,13 @@ def _disrupted_since(
     metadata: Mapping[str, Any], conditions: Mapping[str, Mapping[str, Any]]
 ) -> datetime | None:
     """Return since when a running pod is being evicted, preempted or deleted."""
-    if not _is_true(conditions.get("Ready")):
+    if not is_true(conditions.get("Ready")):
         return None
     due = parse_time(metadata.get("deletionTimestamp"))
     if due is not None:
         return due - timedelta(seconds=metadata.get("deletionGracePeriodSeconds") or 0)
     target = conditions.get("DisruptionTarget")
-    return parse_time(target.get("lastTransitionTime")) if target and _is_true(target) else None
+    return parse_time(target.get("lastTransitionTime")) if target and is_true(target) else None
 
 
 def _serving(
@@ -161,53 +147,6 @@ def _serving(
     return [item for item in containers if item.get("name") == _HEAD]
 
 
-def _is_true(condition: Mapping[str, Any] | None) -> bool:
-    return condition is not None and condition.get("status") == "True"
-
-
-def _problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
-    scheduled, status = conditions.get("PodScheduled", {}), manifest.get("status", {})
-    if has_failed(manifest):
-        return _failure(status)
-    if scheduled.get("reason") == "Unschedulable":
-        message = str(scheduled.get("message", ""))
-        is_missing = _MISSING_CLAIM.search(message) is not None
-        reason = Reason.CONFIGURATION_ERROR if is_missing else Reason.UNSCHEDULABLE
-        return PodProblem(reason, message)
-    if scheduled.get("reason") == "SchedulingGated":
-        gates = [str(gate["name"]) for gate in manifest.get("spec", {}).get("schedulingGates", [])]
-        named = f": {', '.join(gates)}" if gates else ""
-        message = f"waiting for its scheduling gates to be removed{named}"
-        return PodProblem(Reason.SCHEDULING_GATED, message)
-    containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
-    found = (_container_problem(container) for container in containers)
-    return next(
-        (problem for problem in found if problem is not None), _node_problem(manifest, conditions)
-    )
-
-
-def _node_problem(manifest: Manifest, conditions: Mapping[str, Any]) -> PodProblem | None:
-    """Return a problem if the pod's node is not ready.
-
-    In that case Kubernetes sets the pod's Ready to False and keeps the last known container states.
-    """
-    ready, containers = conditions.get("Ready"), conditions.get("ContainersReady")
-    is_gated = ready is not None and ready.get("reason") == "ReadinessGatesNotReady"
-    if ready is None or _is_true(ready) or is_gated or not _is_true(containers):
-        return None
-    node_name = manifest.get("spec", {}).get("nodeName")
-    return PodProblem(Reason.NODE_NOT_READY, f"node {node_name} is not ready")
-
-
-def has_failed(manifest: Manifest) -> bool:
-    """Return whether the node has permanently ended or rejected a pod.
-
-    A deleted pod has no reason in its status, however its containers ended.
-    """
-    status = manifest.get("status", {})
-    return status.get("phase") == "Failed" and "reason" in status
-
-
 def replaces(manifest: Manifest, failed: Manifest) -> bool:
     """Return whether a ready pod replaces one that has failed."""
     here, gone = manifest["metadata"], failed["metadata"]
@@ -216,31 +155,6 @@ def replaces(manifest: Manifest, failed: Manifest) -> bool:
         and pod(manifest).component == pod(failed).component
         and here.get("creationTimestamp", "") > gone.get("creationTimestamp", "")
     )
-
-
-def _failure(status: Mapping[str, Any]) -> PodProblem:
-    """Return why the kubelet permanently ended or rejected a pod."""
-    why, message = str(status["reason"]), str(status.get("message", "")).strip()
-    # The message mentions a limit if a volume, a container or the pod has written too much.
-    is_over_limit = why == "Evicted" and "exceed" in message
-    reason = Reason.OUT_OF_DISK if is_over_limit else Reason.POD_FAILED
-    return PodProblem(reason, f"{why}: {message}" if message else why)
-
-
-def _container_problem(container: Mapping[str, Any]) -> PodProblem | None:
-    name, state = container.get("name"), container.get("state", {})
-    ended = state.get("terminated") or container.get("lastState", {}).get("terminated") or {}
-    waiting = state.get("waiting", {})
-    reason = _WAITING_REASONS.get(waiting.get("reason", ""))
-    is_down = "terminated" in state or reason is Reason.CRASH_LOOP
-    if is_down and ended.get("reason") == "OOMKilled":
-        return PodProblem(Reason.OUT_OF_MEMORY, f"container {name} exceeded its memory limit")
-    if reason is None:
-        return None
-    code = f" (exit code {ended['exitCode']})" if "exitCode" in ended else ""
-    last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
-    why = f": {last_words}" if last_words else ""
-    return PodProblem(reason, f"container {name}: {waiting.get('message') or reason}{code}{why}")
 
 
 def is_of_program(manifest: Manifest) -> bool:
@@ -261,19 +175,9 @@ def program_pod(manifest: Manifest) -> ProgramPod:
         is_running="running" in state,
         is_ended=has_failed or status.get("phase") == "Succeeded",
         waits=problem.message if problem is not None and not has_failed else None,
-        failure=_program_failure(status, ended or {}) if has_failed else None,
+        failure=program_failure(status, ended or {}) if has_failed else None,
         exit_code=ended.get("exitCode") if ended is not None and has_failed else None,
     )
-
-
-def _program_failure(status: Mapping[str, Any], ended: Mapping[str, Any]) -> str:
-    if "reason" in status:
-        return _failure(status).message
-    if ended.get("reason") == "OOMKilled":
-        return "it exceeded its memory limit"
-    last_words = str(ended.get("message", "")).strip().rpartition("\n")[2]
-    code = f"exit code {ended['exitCode']}" if "exitCode" in ended else "it failed"
-    return f"{code}: {last_words}" if last_words else code
 
 
 def node(manifest: Manifest) -> Node:

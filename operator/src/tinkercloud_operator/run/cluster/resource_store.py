@@ -25,7 +25,7 @@ from tinkercloud_operator.decide.pods.deadlines import ending_head
 from tinkercloud_operator.decide.pods.disruptions import taints_to_leave
 from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
-from tinkercloud_operator.decide.read import parsing
+from tinkercloud_operator.decide.read import parsing, pod_problems
 from tinkercloud_operator.decide.read.session_facts import age, is_live
 from tinkercloud_operator.decide.session.status import head_url
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
@@ -444,7 +444,7 @@ class Watched:
         """Remember a session's pod that has failed, until another is ready in its place."""
         last = self._failures.get(session)
         # Of one that is deleted at once, its deletion alone may be seen.
-        if parsing.has_failed(pod):
+        if pod_problems.has_failed(pod):
             self._failures[session] = parsing.slim("Pod", pod)
         elif last is not None and parsing.replaces(pod, last):
             del self._failures[session]
