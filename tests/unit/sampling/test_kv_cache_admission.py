@@ -12,8 +12,8 @@ from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, h
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.recording import Operations
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
-from tinkercloud_worker.torch_sampler.decode.cache import KvShape, LayerKeyValues, SlotCache
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KvShape, LayerKeyValues, SlotCache
 
 NEVER = StopRules(frozenset(), ())
 GRAPH_CAPTURERS: dict[str, Callable[[], GraphCapturer | None]] = {

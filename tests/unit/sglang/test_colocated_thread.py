@@ -10,7 +10,7 @@ import torch
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.turns.engine_thread import NoBackground, PieceLimit
 from tinkercloud_worker.inference.colocation import ColocatedThread
-from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.no_trainer import NoTrainer
 
 
 class Record:

@@ -11,7 +11,7 @@ from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Train
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.no_trainer import NoTrainer
 
 
 def never_loaded() -> TorchBaseModel:

@@ -26,7 +26,7 @@ from tinkercloud_worker.torch_trainer.sharded import ShardedTrainer
 from tinkercloud_worker.torch_trainer.sharded_base import load_sharded
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 from tinkercloud_worker.training.device_memory import DeviceMemory
-from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.no_trainer import NoTrainer
 from tinkercloud_worker.training.paging import DiskFiles, HostMemory, PagingPlace
 from tinkercloud_worker.training.replicated import ranks_on_this_machine
 

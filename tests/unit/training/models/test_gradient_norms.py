@@ -6,7 +6,7 @@ import torch
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
-from tinkercloud_worker.training.disabled import NoTrainer
+from tinkercloud_worker.training.no_trainer import NoTrainer
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 MANY = (1 << 24) + 3

@@ -12,8 +12,8 @@ from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
 from tinkercloud_worker.engine.turns.fair_queue import Accounts
 from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.lora.segments import ActiveWeights
-from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, KvBudget, PrefillCache
 from tinkercloud_worker.torch_sampler.decode.decoding import DecodingBatch, RunningSequence
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KeyValues, KvBudget, PrefillCache
 from tinkercloud_worker.torch_sampler.decode.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.scoring import PromptScorer
 from tinkercloud_worker.torch_sampler.versions import Version

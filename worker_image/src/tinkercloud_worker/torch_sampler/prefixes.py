@@ -7,7 +7,7 @@ Entries belong to one version of the weights and never change.
 import threading
 from collections import OrderedDict
 
-from tinkercloud_worker.torch_sampler.decode.cache import KeyValues
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KeyValues
 from tinkercloud_worker.torch_sampler.versions import Version
 from tinkercloud_worker.vision.prepared import PreparedPrompt
 from tinkercloud_worker.vision.spans import around, end_of

@@ -28,7 +28,6 @@ from tinkercloud_worker.engine.turns.fair_queue import Accounts
 from tinkercloud_worker.lora.segments import single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.config import Capacity
-from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_sampler.decode.decoding import (
     DecodingBatch,
@@ -37,6 +36,7 @@ from tinkercloud_worker.torch_sampler.decode.decoding import (
     segments_of,
 )
 from tinkercloud_worker.torch_sampler.decode.decoding_check import check_decoding
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KeyValues, KvBudget
 from tinkercloud_worker.torch_sampler.decode.unbatched import UnbatchedDecoding
 from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, tokens_of_step, waiting
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length

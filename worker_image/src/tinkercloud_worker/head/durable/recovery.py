@@ -15,7 +15,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, WireErro
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_worker.head.durable.durable_runs import Durability, Kept
-from tinkercloud_worker.head.durable.repeating import mark_read, published_sessions, repeated
+from tinkercloud_worker.head.durable.journal_replay import mark_read, published_sessions, repeated
 from tinkercloud_worker.head.durable.suspension import StoredState, Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model
 from tinkercloud_worker.head.order.attempts import EndsHeads

@@ -53,7 +53,7 @@ from tinkercloud_worker.engine.trainer import (
     WeightsSnapshot,
 )
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.durable.repeating import (
+from tinkercloud_worker.head.durable.journal_replay import (
     mark_read,
     repeated,
     restored_operation,

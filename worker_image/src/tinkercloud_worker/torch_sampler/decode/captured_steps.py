@@ -21,8 +21,8 @@ from torch import Tensor
 
 from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.decode.cache import KvBudget, KvShape, SlotCache
 from tinkercloud_worker.torch_sampler.decode.decoding_masks import rows_at
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KvBudget, KvShape, SlotCache
 from tinkercloud_worker.torch_sampler.decode.lora_slots import LoraSlots, SlotAssignment, padded
 
 log = logging.getLogger(__name__)

@@ -28,7 +28,9 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 from tinkercloud_worker.engine.sampling.stopping import StopStringSearch
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.decode.cache import (
+from tinkercloud_worker.torch_sampler.decode.captured_steps import CapturedSteps, GraphCapturer
+from tinkercloud_worker.torch_sampler.decode.decoding_masks import rows_at
+from tinkercloud_worker.torch_sampler.decode.kv_cache import (
     KeyValues,
     KvBudget,
     KvShape,
@@ -36,8 +38,6 @@ from tinkercloud_worker.torch_sampler.decode.cache import (
     PrefillCache,
     SlotCache,
 )
-from tinkercloud_worker.torch_sampler.decode.captured_steps import CapturedSteps, GraphCapturer
-from tinkercloud_worker.torch_sampler.decode.decoding_masks import rows_at
 from tinkercloud_worker.torch_sampler.decode.logit_changes import ChangedLogits
 from tinkercloud_worker.torch_sampler.decode.token_choice import (
     SamplingParams,

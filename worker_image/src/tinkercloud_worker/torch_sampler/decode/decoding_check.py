@@ -23,12 +23,12 @@ from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.self_check import REFUSALS, is_near, scattered_ids
-from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, LayerKeyValues
 from tinkercloud_worker.torch_sampler.decode.decoding import (
     DecodingBatch,
     RunningSequence,
     TokenSampler,
 )
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KeyValues, LayerKeyValues
 from tinkercloud_worker.torch_sampler.decode.unbatched import NewCache, UnbatchedDecoding
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.decode.cache import KeyValues, PrefillCache
 from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, TokenSampler
+from tinkercloud_worker.torch_sampler.decode.kv_cache import KeyValues, PrefillCache
 from tinkercloud_worker.vision.spans import Images
 
 NewCache = Callable[[], Cache | None]

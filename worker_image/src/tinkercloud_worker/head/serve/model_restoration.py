@@ -13,7 +13,7 @@ from tinkercloud_worker.head.durable.recovery import Recovery, Resumed
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent
 from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
-from tinkercloud_worker.head.serve.deletion import Spawn
+from tinkercloud_worker.head.serve.model_deletion import Spawn
 
 
 @dataclass(frozen=True, slots=True)
