@@ -156,7 +156,7 @@ def an_installation(
         release = Installation(cluster, namespace, path, source)
         stack.callback(release.clients.close)
         # Other tests of this run may have applied the definitions already.
-        taken = ("--take-ownership", "--force-conflicts")
+        taken = ("--take-ownership", "--force-conflicts", "--wait")
         definitions = source.charts["tinkercloud-crds"]
         release.helm("upgrade", "--install", "tinkercloud-crds", *definitions, *taken)
         release.helm("install", RELEASE, *source.charts["tinkercloud"], f"--values={path}")
