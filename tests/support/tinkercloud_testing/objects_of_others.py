@@ -54,7 +54,6 @@ class Call:
 def reads(of: Names) -> list[Call]:
     """Return the calls that change nothing."""
     futures = "/api/v1/retrieve_future"
-    samples = {"target": {"sampling_session_id": of["sampler_id"]}, "timeout": 0.0}
     run, checkpoint = "/api/v1/training_runs/{run_id}", "/checkpoints/{checkpoint_id}"
     storage, projects = "/api/v1/billing/usage/checkpoints/current", [of["project_id"]]
     chat, recorded = {"model": of["sampled_path"], **CHAT}, {"session_id": of["recorded"]}
@@ -67,7 +66,6 @@ def reads(of: Names) -> list[Call]:
         Call(f"POST {futures}/{{request_id}}"),
         *(Call(f"POST {futures}", {"request_id": of[name]}) for name in ("request_id", "sample")),
         Call(f"POST {futures}", {"request_id": of["loss"]}),
-        Call(f"POST {futures}s", samples),
         Call("POST /api/v1/get_info", {"model_id": of["run_id"]}),
         Call("POST /api/v1/weights_info", {"tinker_path": of["path"]}),
         Call(f"GET {run}"),
