@@ -60,7 +60,7 @@ class StartOrder:
     def admit(self, session: Manifest, offering: Offering) -> None:
         """Let a session start if no other one that competes is before it.
 
-        It keeps its turn until it has nodes, whatever other sessions are created meanwhile.
+        It keeps its turn until it has nodes, even if older sessions are created meanwhile.
 
         Args:
             session: the session.

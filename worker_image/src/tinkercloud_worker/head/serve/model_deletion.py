@@ -1,4 +1,4 @@
-"""Deletes models, whatever state they are in."""
+"""Deletes models in any state."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
