@@ -1,9 +1,11 @@
 """Settings for all tests."""
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 # Tests may be slow on a busy machine.
@@ -23,6 +25,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if UNIT_TESTS in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(UNIT_TEST_SECONDS))
+
+
+@pytest.fixture(autouse=True)
+def structlog_as_before() -> Iterator[None]:
+    """Commands that tests call in this process configure structlog, mostly to log errors only."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 def pytest_sessionstart() -> None:

@@ -20,7 +20,6 @@ def logging_as_before() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
 
 
 @pytest.mark.parametrize("log_format", ["console", "json"])
