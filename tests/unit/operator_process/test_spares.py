@@ -108,6 +108,21 @@ async def test_a_spare_is_started_before_any_session_exists(operator: Operator) 
     assert (spare["spec"]["role"], owner["kind"]) == ("Spare", "BaseModel")
 
 
+async def test_a_spare_is_started_once_the_pods_of_sessions_are_scheduled(
+    operator: Operator,
+) -> None:
+    session = a_session_manifest("one", modelId="one:train:0")
+    starts = {"type": "Ready", "status": "False", "reason": "Provisioning"}
+    operator.see("TrainingSession", session, conditions=[ACCEPTED, starts])
+
+    with operator.working():
+        await asyncio.sleep(0.1)
+        assert not operator.wrote(f"POST {SESSIONS}")
+        loads = {**starts, "reason": "HeadStarting"}
+        operator.see("TrainingSession", session, conditions=[ACCEPTED, loads])
+        await reached(lambda: operator.wrote(f"POST {SESSIONS}"))
+
+
 async def test_the_spare_belongs_to_the_session_before_the_session_uses_it(
     operator: Operator,
 ) -> None:

@@ -34,9 +34,13 @@ def a_served_session(cluster: str, name: str = "one") -> Taker:
 
 
 def facts(
-    *spares: Spare, takers: Sequence[Taker] = (), wanted: int = 1, short: int = 0
+    *spares: Spare,
+    takers: Sequence[Taker] = (),
+    wanted: int = 1,
+    short: int = 0,
+    starting: int = 0,
 ) -> SparesFacts:
-    return SparesFacts("spare-tiny", wanted, spares, takers, short, NOW)
+    return SparesFacts("spare-tiny", wanted, spares, takers, short, short + starting, NOW)
 
 
 def executed(before: SparesFacts, plan: SparesPlan, writes: int = 100) -> SparesFacts:
@@ -226,6 +230,20 @@ def test_spares_are_the_first_to_go_while_a_session_waits_for_nodes_or_quota() -
     status = spares_status(short)
     assert status is not None
     assert "1 sessions wait for nodes or quota" in status.message
+
+
+def test_a_spare_that_made_room_is_replaced_once_the_session_has_its_pods() -> None:
+    starting = facts(starting=1)
+
+    assert plan_spares(starting).create == ()
+    status = spares_status(starting)
+    assert status is not None
+    assert status.message == "no spare is started: 1 sessions get their pods first"
+    assert plan_spares(facts()).create == (NAMES[0],)
+
+
+def test_spares_stay_while_the_pods_of_a_session_are_being_created() -> None:
+    assert plan_spares(facts(a_spare(), starting=1)).delete == ()
 
 
 def test_outdated_spares_are_replaced_one_after_the_other() -> None:

@@ -38,14 +38,25 @@ def is_short(session: Manifest) -> bool:
 
     A session that waits for a limit of its owner, or for a place in a pool, does not.
     """
-    if is_spare(session) or session["spec"].get("sharing") == "Shared" or not is_live(session):
-        return False
-    ready = condition(session, ConditionType.READY)
-    is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
-    if not is_accepted or ready.get("status") != "False" or ready.get("reason") not in _SHORT:
+    ready = _unready(session)
+    if ready.get("reason") not in _SHORT:
         return False
     is_rejected = ready["reason"] == Reason.NAMESPACE_QUOTA_EXCEEDED
     return not is_rejected or spares_hold(ready.get("message", ""))
+
+
+def is_unplaced(session: Manifest) -> bool:
+    """Return whether a session has no nodes for all of its pods yet, but is to get them."""
+    return is_short(session) or _unready(session).get("reason") == Reason.PROVISIONING
+
+
+def _unready(session: Manifest) -> Manifest:
+    """Return the `Ready` condition of a session with pods of its own that has yet to start."""
+    if is_spare(session) or session["spec"].get("sharing") == "Shared" or not is_live(session):
+        return {}
+    ready = condition(session, ConditionType.READY)
+    is_accepted = condition(session, ConditionType.ACCEPTED).get("status") == "True"
+    return ready if is_accepted and ready.get("status") == "False" else {}
 
 
 def spares_facts(
@@ -56,6 +67,7 @@ def spares_facts(
     may_start: Callable[[Manifest], bool],
     resolved: Callable[[Manifest], ResolvedSpec | None],
     sessions_short: int,
+    sessions_unplaced: int,
     deleting: Set[str],
     now: datetime,
 ) -> SparesFacts:
@@ -69,6 +81,7 @@ def spares_facts(
         resolved: returns what a session would start with, within what its tenant allows; None if
             it would be rejected.
         sessions_short: sessions of the namespace that wait for nodes or quota.
+        sessions_unplaced: those, and sessions whose pods are being created.
         deleting: uids of spares whose deletion was requested, whether it is visible yet or not.
         now: the current time.
     """
@@ -94,6 +107,7 @@ def spares_facts(
             if not is_cluster(each) and each["spec"].get("sharing") != "Shared"
         ],
         sessions_short=sessions_short,
+        sessions_unplaced=sessions_unplaced,
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
     )

@@ -7,7 +7,7 @@ decides; a process that continues after it finds the owner and does the second. 
 session in its life, so nothing of an earlier one can be left on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -66,6 +66,8 @@ class SparesFacts:
     """Oldest first."""
     sessions_short: int
     """Sessions of the namespace that wait for nodes or quota."""
+    sessions_unplaced: int
+    """Those, and sessions whose pods are being created: a new spare could take their place."""
     now: datetime
     closed_until: datetime | None = None
     """Until when no cluster is added, if it is closed."""
@@ -136,6 +138,8 @@ def _message(facts: SparesFacts) -> str:
     if facts.wanted and facts.sessions_short:
         waiting = f"{facts.sessions_short} sessions wait for nodes or quota"
         return f"no spare is started: {waiting}"
+    if _missing(facts) and facts.sessions_unplaced:
+        return f"no spare is started: {facts.sessions_unplaced} sessions get their pods first"
     problems = [f"{spare.name}: {spare.problem}" for spare in facts.spares if spare.problem]
     return "; ".join(problems)[:1024]
 
@@ -216,15 +220,18 @@ def _unwanted(facts: SparesFacts, taken: set[str]) -> set[str]:
 
 
 def _new_spares(facts: SparesFacts, taken: set[str]) -> tuple[str, ...]:
-    if facts.sessions_short or facts.is_closed:
-        return ()
+    number = 0 if facts.sessions_unplaced or facts.is_closed else _missing(facts, taken)
+    used = {spare.name for spare in facts.spares} | {taker.cluster for taker in facts.takers}
+    names = (f"{facts.prefix}-{index}" for index in range(len(used) + number))
+    return tuple([name for name in names if name not in used][:number])
+
+
+def _missing(facts: SparesFacts, taken: Set[str] = frozenset()) -> int:
+    """Return how many spares are wanted beyond those that no session takes or has taken."""
     kept = [
         spare
         for spare in facts.spares
         # One that is being deleted still has its pods, unless a session has used it.
         if spare.taken_by is None and spare.name not in taken
     ]
-    number = max(0, facts.wanted - len(kept))
-    used = {spare.name for spare in facts.spares} | {taker.cluster for taker in facts.takers}
-    names = (f"{facts.prefix}-{index}" for index in range(len(used) + number))
-    return tuple([name for name in names if name not in used][:number])
+    return max(0, facts.wanted - len(kept))

@@ -12,7 +12,7 @@ from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound, Re
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import session_owner, spare_cluster
 from tinkercloud_operator.decide.pods.deadlines import awaited_until
-from tinkercloud_operator.decide.pool.spare_facts import is_short, spares_facts
+from tinkercloud_operator.decide.pool.spare_facts import is_short, is_unplaced, spares_facts
 from tinkercloud_operator.decide.pool.spare_plan import SparesFacts, plan_spares
 from tinkercloud_operator.run.cluster.resource_store import Watched
 
@@ -46,8 +46,8 @@ class Spares:
         self._enqueue = enqueue
         self._deleting: set[str] = set()
         """Uids of spares whose deletion may not be visible yet."""
-        self._short: set[str] = set()
-        """Names of sessions that wait for nodes or quota."""
+        self._unplaced: dict[str, bool] = {}
+        """Sessions without nodes for all of their pods; whether they wait for nodes or quota."""
         self._refused: dict[str, datetime] = {}
         """Spares and sessions whose takeover was rejected, until when they take no part in any."""
         self._promised: dict[str, str] = {}
@@ -56,14 +56,17 @@ class Spares:
     def facts(self, model_name: str) -> SparesFacts:
         """Return the facts about the spares of a model name."""
         now = datetime.now(UTC)
+        # A session may have gone unseen, while a watch was interrupted.
+        known = self._watched.sessions
+        unplaced = [is_short for name, is_short in self._unplaced.items() if name in known]
         facts = spares_facts(
             model_name,
             self._watched.offering(model_name),
             self._watched.sessions_of(model_name),
             may_start=self._watched.may_start,
             resolved=self._watched.resolved,
-            # A session may have gone unseen, while a watch was interrupted.
-            sessions_short=len(self._short & self._watched.sessions.keys()),
+            sessions_short=sum(unplaced),
+            sessions_unplaced=len(unplaced),
             deleting=self._deleting,
             now=now,
         )
@@ -113,13 +116,11 @@ class Spares:
         if is_gone:
             self._deleting.discard(metadata["uid"])
             self._refused.pop(metadata["name"], None)
-        before = metadata["name"] in self._short
-        if is_short(session) and not is_gone:
-            self._short.add(metadata["name"])
-        else:
-            self._short.discard(metadata["name"])
+        before = self._unplaced.pop(metadata["name"], None)
+        if is_unplaced(session) and not is_gone:
+            self._unplaced[metadata["name"]] = is_short(session)
         concerned = [session["spec"].get("baseModel", "")] if self.concern(session) else []
-        if before != (metadata["name"] in self._short):
+        if before != self._unplaced.get(metadata["name"]):
             concerned += [
                 str(each["spec"].get("modelName", ""))
                 for each in self._watched.base_models.values()
