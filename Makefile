@@ -85,7 +85,7 @@ histories: .venv/.installed ## run COUNT random histories of the operator from s
 cluster-programs: .venv/.installed ## compile the programs of the test cluster, once (15 minutes on two cores)
 	@$(BIN)/python tools/cluster/build.py $(CLUSTER_PROGRAMS) >/dev/null
 
-cluster-images: cluster-programs ## make the images of the test cluster and load them (5 minutes the first time)
+cluster-images: cluster-programs ## build the images of the test cluster and load them (15 minutes and 30 GB the first time)
 	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.prepare
 
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
@@ -105,10 +105,11 @@ test-cluster-kills: cluster-images ## lose heads 30 times with their container, 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
-e2e: cluster-images $(MODEL_FOLDER) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
+e2e: cluster-images $(MODEL_FOLDER) $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,sbom) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
 
 release-check: export TINKERCLOUD_TEST_RELEASE = 1
+release-check: export TINKERCLOUD_TEST_ASSEMBLED_IMAGES =
 release-check: sbom images e2e ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour)
 	@$(BIN)/pytest -rP tests/cluster/test_release.py
 

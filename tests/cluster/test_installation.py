@@ -36,7 +36,7 @@ from tinkercloud_testing.cluster.installation import (
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import (
-    BY_HAND,
+    ARE_ASSEMBLED,
     TARGETS,
     layout_folder,
     program_image,
@@ -111,10 +111,10 @@ TINY_MODEL = "tiny/llama"
 def release(
     real_node: RealNode | ExistingNodes, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Release]:
-    """By hand, publish the images and the charts in a registry; else load images onto the node."""
+    """Publish the images and the charts in a registry; assembled images are only loaded."""
     images = [program_image(name) for name in TARGETS]
     real_node.load(*images)
-    if not BY_HAND or isinstance(real_node, ExistingNodes):
+    if ARE_ASSEMBLED or isinstance(real_node, ExistingNodes):
         yield UNPUBLISHED
         return
     with a_registry(tmp_path_factory.mktemp("registry")):
@@ -141,7 +141,7 @@ def installation(
         yield installed
 
 
-@pytest.mark.skipif(not BY_HAND, reason="needs images of the Dockerfile: make release-check")
+@pytest.mark.skipif(ARE_ASSEMBLED, reason="needs images of the Dockerfile: make e2e")
 def test_every_image_of_the_service_was_pulled_from_a_registry_by_digest(
     installation: Installation, own_node: RealNode
 ) -> None:
@@ -353,7 +353,7 @@ def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installa
         lora={"rank": 8},
         program={
             **RECIPE,
-            "image": installation.source.image("recipes" if BY_HAND else "programs"),
+            "image": installation.source.image("programs" if ARE_ASSEMBLED else "recipes"),
         },
     )
 

@@ -6,6 +6,7 @@ The tests depend on each other: each continues from the state that the previous 
 """
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.node_config import REGISTRY
 from tinkercloud_testing.cluster.program_images import (
-    BY_HAND,
     TARGETS,
     layout_folder,
     program_image,
@@ -39,10 +39,11 @@ from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sdk_steps import a_text
 from tinkercloud_testing.waiting import wait_until
 
+TESTS_RELEASES = "TINKERCLOUD_TEST_RELEASE" in os.environ
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not BY_HAND, reason="takes long: make release-check"),
+    pytest.mark.skipif(not TESTS_RELEASES, reason="takes long: make release-check"),
 ]
 
 VALUES = """\

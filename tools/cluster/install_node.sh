@@ -11,7 +11,7 @@ needs /usr/lib/cni/bridge containernetworking-plugins
 needs iptables iptables
 needs ip iproute2
 needs debootstrap debootstrap
-[ -z "${TINKERCLOUD_TEST_RELEASE:-}" ] || needs docker-registry docker-registry
+[ -n "${TINKERCLOUD_TEST_ASSEMBLED_IMAGES:-}" ] || needs docker-registry docker-registry
 
 if [ ${#missing[@]} -gt 0 ]; then
   [ "$(id -u)" = 0 ] || { echo "a real node needs root, and: ${missing[*]}" >&2; exit 1; }

@@ -1,7 +1,6 @@
 """Images of our programs, assembled from this machine's Debian, Python and environment.
 
-They stand in for those of the Dockerfile in CI, because they need less disk and time. `make
-release-check` runs the images of the Dockerfile.
+They stand in for those of the Dockerfile in `.ci/run`, because they need less disk and time.
 
 Layers, lowest first: a minimal Debian; the interpreter; the dependencies of the API server and the
 operator; further dependencies of the worker; our packages. The programs run as an unprivileged
