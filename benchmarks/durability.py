@@ -1,4 +1,4 @@
-"""What durability costs: `python -m benchmarks durability`. Figures for docs/understand/durability.md.
+"""What durability costs: `python -m benchmarks durability`. Figures for docs/contribute/evidence.yaml.
 
 Heads run in this process, without HTTP, so that the ratios contain the head's own work only.
 """
