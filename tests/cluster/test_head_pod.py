@@ -152,14 +152,19 @@ class Session:
             "sampling_params": {"max_tokens": 4, "seed": 1},
         }
         _, promise = self.call("POST", routes.ASAMPLE, json.dumps(asked).encode(), **target)
-        wanted = json.dumps({"request_id": json.loads(promise)["request_id"]}).encode()
-        status, body = self.call("POST", routes.RETRIEVE_FUTURE, wanted, **target)
-        assert status == 200, body
-        return pb.SampleResponse.FromString(body)
+        return pb.SampleResponse.FromString(
+            self._awaited(json.loads(promise)["request_id"], target)
+        )
 
     def result(self, seq_id: int) -> bytes:
-        asked = json.dumps({"request_id": f"{self.run_id}:{seq_id}"}).encode()
-        status, body = self.call("POST", routes.RETRIEVE_FUTURE, asked)
+        return self._awaited(f"{self.run_id}:{seq_id}", {})
+
+    def _awaited(self, request_id: str, target: Mapping[str, str]) -> bytes:
+        """Return the result of a request; as the SDK does, repeat polls that end without it."""
+        asked = json.dumps({"request_id": request_id}).encode()
+        status, body = 408, b""
+        while status == 408:
+            status, body = self.call("POST", routes.RETRIEVE_FUTURE, asked, **target)
         assert status == 200, body
         return body
 
