@@ -244,7 +244,7 @@ async def _record_sampler(call: Call, model_id: ModelId, index: int) -> None:
             model_path=None,
             run_id=run.id,
         )
-        await call.server.locator.add_sampler(row)
+        await call.server.locator.known.add_sampler(row)
 
 
 def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:
