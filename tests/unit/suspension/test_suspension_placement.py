@@ -321,12 +321,12 @@ async def test_a_deleted_run_is_not_resumed_and_leaves_no_suspended_state(
     async with world.head("g1") as first:
         await server.head_of_run(RUN)
         await world.call(first, routes.HEAD_SUSPEND)
-        assert await world.checkpoints.is_suspended(RUN, "g1", None)
+        assert await world.checkpoints.suspended.has(RUN, "g1", None)
 
         await world.catalog.finish_session("s", "success", None)
         await server.deleted.release(await world.catalog.runs_of_session("s"), [])
 
-        assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+        assert not await world.checkpoints.suspended.has(RUN, "g1", None)
         assert list((world.folder / "store").rglob("*.safetensors")) == []
         with pytest.raises(StateLost, match="was deleted"):
             await world.server().head_of_run(RUN)
@@ -344,10 +344,10 @@ async def test_state_suspended_after_the_deletion_of_its_run_is_removed_later(
     now = datetime.now(UTC)
 
     await server.deleted.release_leftovers(now)
-    assert await world.checkpoints.is_suspended(RUN, "g1", None)
+    assert await world.checkpoints.suspended.has(RUN, "g1", None)
     await server.deleted.release_leftovers(now + timedelta(days=1))
 
-    assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+    assert not await world.checkpoints.suspended.has(RUN, "g1", None)
     assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
 
 

@@ -91,7 +91,7 @@ class DeletedRuns:
         """Delete a run from its head, if it has one, and its suspended state from the store."""
         if (endpoint := self.provider.find(run.placement)) is not None:
             await self.calls.delete(endpoint, f"{routes.HEAD_MODELS}/{run_id}", unresponsive)
-        await self.checkpoints.delete_state(run_id, run.generation)
+        await self.checkpoints.suspended.delete(run_id, run.generation)
         await self.checkpoints.journals.delete(run_id)
         for target in (run_id, str(SamplingSessionId.of_current_weights(ModelId.parse(run_id)))):
             await self.checkpoints.deferred.remove_all(target)
@@ -144,7 +144,7 @@ class DeletedRuns:
     async def _sweep(self, run_id: str, run: KnownRun, unresponsive: set[HeadEndpoint]) -> None:
         await self._delete_state(run_id, run, unresponsive)
         # Those of a killed head are left: from now on they are checkpoints like others.
-        await self.checkpoints.keep_autosaves(run_id)
+        await self.checkpoints.index.keep_autosaves(run_id)
         await self.catalog.mark_swept(run_id)
 
 

@@ -190,7 +190,7 @@ class HeadLocator:
         """
         unsaved = self._provider.unsaved(run.placement)
         if not (
-            await self._checkpoints.is_suspended(run_id, generation, unsaved)
+            await self._checkpoints.suspended.has(run_id, generation, unsaved)
             or await asyncio.to_thread(
                 has_journal, self._provider.journals(run.placement), run_id, generation
             )

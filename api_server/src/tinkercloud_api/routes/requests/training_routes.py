@@ -223,7 +223,8 @@ async def _forward_unnamed_save(
     if asked.status == HTTPStatus.OK:
         promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
         name = default_name(RequestId.parse(promise["request_id"]).seq_id)
-        await checkpoints.record_pending(replace(unnamed, name=name), call.principal.owner)
+        named = replace(unnamed, name=name)
+        await call.server.catalog.record_pending_checkpoint(named, call.principal.owner)
     for message in response:
         await call.send(message)
 
