@@ -17,7 +17,6 @@ from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.runs import run_ends
 from tinkercloud_api.catalog.runs.counts import Counts
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatements
-from tinkercloud_api.catalog.runs.searches import SearchStatements
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import (
@@ -33,13 +32,7 @@ _MAX_SWEPT = 100
 
 
 class Catalog(
-    KeyStatements,
-    UserStatements,
-    ProjectStatements,
-    Counts,
-    CheckpointStatements,
-    UploadStatements,
-    SearchStatements,
+    KeyStatements, UserStatements, ProjectStatements, Counts, CheckpointStatements, UploadStatements
 ):
     """Queries and updates of the catalog database."""
 

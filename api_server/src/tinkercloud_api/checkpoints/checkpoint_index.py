@@ -19,7 +19,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.runs.counts import Storage
-from tinkercloud_api.catalog.runs.searches import CheckpointSearch
+from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog

@@ -30,7 +30,6 @@ from tinkercloud_api.heads.lost_runs import lost_message, remains, why_deleted
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.providers.base import HeadEndpoint, Pending, SessionProvider
 from tinkercloud_protocol.heads.journal_files import has_journal
-from tinkercloud_protocol.heads.launch import SamplerSpec
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.wire.future_responses import QueueState
@@ -235,15 +234,11 @@ class HeadLocator:
                 ) from None
         endpoint = await self._provider.acquire(sampler.placement)
         if (endpoint.generation, sampler_id) not in self._registered:
-            await self._register(endpoint, sampler_id, sampler.spec)
+            path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
+            body = sampler.spec.model_dump_json(exclude_defaults=True)
+            await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
             self._registered.add((endpoint.generation, sampler_id))
         return endpoint
-
-    async def _register(self, endpoint: HeadEndpoint, sampler_id: str, spec: SamplerSpec) -> None:
-        """Register a sampling session with a head."""
-        path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
-        body = spec.model_dump_json(exclude_defaults=True)
-        await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
 
     async def head_of_sample(self, sampler_id: str) -> HeadEndpoint:
         """Return the head that may hold the result of a sampling request, or can compute it again.

@@ -17,7 +17,6 @@ from tinkercloud_protocol.wire.ids import SamplingSessionId, model_of_sampler
 class KnownRun:
     """The cached part of a run's catalog row. Only the generation and the deletion change."""
 
-    owner: str
     session_id: str
     placement: Placement
     spec: ModelSpec
@@ -29,7 +28,6 @@ class KnownRun:
 class KnownSampler:
     """The cached part of a sampling session's catalog row."""
 
-    owner: str
     session_id: str
     placement: Placement
     spec: SamplerSpec
@@ -58,7 +56,9 @@ class KnownRuns:
             Forbidden: the principal may only read it.
         """
         run = await self.run(run_id)
-        found = await self._claims.of(run.owner, run.session_id, principal) if run else None
+        found = (
+            await self._claims.of(run.placement.owner, run.session_id, principal) if run else None
+        )
         used = principal.require(found, f"training run {run_id!r}")
         principal.named_objects.add(run_id)
         return principal.may_change(used)
@@ -74,7 +74,9 @@ class KnownRuns:
             Forbidden: the principal may only read it.
         """
         known = await self.sampler(sampler_id)
-        found = await self._claims.of(known.owner, known.session_id, principal) if known else None
+        found = (
+            await self._claims.of(known.spec.owner, known.session_id, principal) if known else None
+        )
         used = principal.require(found, f"sampling session {sampler_id!r}")
         if known is not None and known.spec.model_path is not None:
             await self._claims.check_source(known.spec.model_path, principal)
@@ -90,7 +92,6 @@ class KnownRuns:
     def cache_run(self, row: TrainingRun) -> KnownRun:
         """Cache a run's catalog row."""
         run = KnownRun(
-            row.owner,
             row.session_id,
             placement_of(row),
             spec=ModelSpec.model_validate(row.spec),
@@ -123,8 +124,8 @@ class KnownRuns:
             # The session of a run's current weights exists as long as the run, without a row.
             if (run := await self.run(run_id)) is None:
                 return None
-            spec = SamplerSpec(owner=run.owner)
-            sampler = KnownSampler(run.owner, run.session_id, run.placement, spec, run_id)
+            spec = SamplerSpec(owner=run.placement.owner)
+            sampler = KnownSampler(run.session_id, run.placement, spec, run_id)
             self.samplers[sampler_id] = sampler
         if sampler is None and (row := await self._catalog.sampler(sampler_id)) is not None:
             sampler = self._cache_sampler(row)
@@ -132,7 +133,6 @@ class KnownRuns:
 
     def _cache_sampler(self, row: SamplingSession) -> KnownSampler:
         sampler = KnownSampler(
-            row.owner,
             row.session_id,
             Placement(row.run_id or row.id, row.owner, row.base_model),
             SamplerSpec(owner=row.owner, model_path=row.model_path, saved_at=row.saved_at),
