@@ -2,13 +2,17 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from tinkercloud_api.providers.base import Placement
 from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
+from tinkercloud_api.providers.cluster.placed_sessions import PlacedSessions
 from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
 from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_kube.client import Client
+from tinkercloud_kube.informer import Informer
 from tinkercloud_protocol.wire.errors import Unavailable
 
 SESSION = read_session(
@@ -28,7 +32,8 @@ RUN = Placement("s:train:0", "me", "tiny/llama", options=SessionOptions(session=
 
 def a_provider(session: TrainingSessionView) -> KubernetesProvider:
     provider = KubernetesProvider("default", None)
-    provider._sessions = SimpleNamespace(get={"one": session}.get)  # type: ignore[assignment]
+    sessions = cast("Informer[TrainingSessionView]", SimpleNamespace(get={"one": session}.get))
+    provider._placed = PlacedSessions(cast("Client", None), sessions)
     return provider
 
 

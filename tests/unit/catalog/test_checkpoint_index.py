@@ -74,14 +74,14 @@ class World:
     async def save(self, name: str, **changes: object) -> CheckpointManifest:
         """Record a pending checkpoint, write it, and refresh the index."""
         manifest = a_manifest(path(name), **changes)  # type: ignore[arg-type]
-        await self.checkpoints.record_pending(manifest.path, "me")
+        await self.catalog.record_pending_checkpoint(manifest.path, "me")
         await self.put(manifest)
         await self.names()
         return manifest
 
     async def save_of_a_newer_format(self, name: str) -> None:
         """Record a pending checkpoint, and write it in the format of a later release."""
-        await self.checkpoints.record_pending(path(name), "me")
+        await self.catalog.record_pending_checkpoint(path(name), "me")
         content = encode_manifest(a_manifest(path(name)))
         newer = content.replace(b'"format_version": 3', b'"format_version": 99')
         await obstore.put_async(self.store, path(name).manifest_key, newer)
@@ -132,7 +132,7 @@ async def test_an_unreadable_checkpoint_does_not_hide_others(
 ) -> None:
     await world.save("good")
     await world.save_of_a_newer_format("newer")
-    await world.checkpoints.record_pending(path("refused"), "me")
+    await world.catalog.record_pending_checkpoint(path("refused"), "me")
     refused.add(path("refused").manifest_key)
 
     assert await world.names() == {"good", "newer"}
@@ -140,7 +140,7 @@ async def test_an_unreadable_checkpoint_does_not_hide_others(
         str(path("good")),
         str(path("newer")),
     }
-    await world.checkpoints.discover("s:train:0")
+    await world.checkpoints.index.discover("s:train:0")
 
 
 async def test_autosaves_are_hidden_until_the_run_is_lost_and_then_are_checkpoints(
@@ -150,7 +150,7 @@ async def test_autosaves_are_hidden_until_the_run_is_lost_and_then_are_checkpoin
     await world.put(a_manifest(path("mine"), created_at=datetime.now(UTC) - 3 * HOUR))
     await world.put(a_manifest(older, created_at=datetime.now(UTC) - 2 * HOUR))
     await world.put(a_manifest(newer, created_at=datetime.now(UTC) - HOUR))
-    await world.checkpoints.discover(RUN)
+    await world.checkpoints.index.discover(RUN)
     assert await world.names() == {"mine"}
 
     message = await lost_message(world.checkpoints, RUN)
@@ -204,12 +204,12 @@ async def test_autosaves_are_deleted_with_a_suspended_run_except_those_that_an_e
 ) -> None:
     named, other = CheckpointPath.of_autosave(RUN, 1), CheckpointPath.of_autosave(RUN, 2)
     await world.put(a_manifest(named))
-    await world.checkpoints.keep_autosaves(RUN)
+    await world.checkpoints.index.keep_autosaves(RUN)
     await world.put(a_manifest(other))
     await world.put(a_manifest(path("mine")))
     await obstore.put_async(world.store, suspended_key(RUN), suspended_by("g2"))
 
-    await world.checkpoints.delete_state(RUN, "g2")
+    await world.checkpoints.suspended.delete(RUN, "g2")
 
     assert await world.files() == {"mine", named.name}
 
@@ -221,7 +221,7 @@ async def test_autosaves_of_a_run_that_was_lost_after_it_was_suspended_are_kept(
     await world.put(a_manifest(autosave))
     await obstore.put_async(world.store, suspended_key(RUN), suspended_by("g1"))
 
-    await world.checkpoints.delete_state(RUN, "g2")
+    await world.checkpoints.suspended.delete(RUN, "g2")
 
     assert await world.files() == {autosave.name}
 
@@ -233,7 +233,7 @@ async def test_a_folder_that_is_not_a_checkpoint_does_not_hide_others(world: Wor
     # Some file systems have such a snapshot folder in every folder.
     await obstore.put_async(world.store, f"{folder}/.snapshot/daily/f", b"")
 
-    await world.checkpoints.discover("s:train:0")
+    await world.checkpoints.index.discover("s:train:0")
 
     assert await world.names() == {"found"}
 
@@ -243,7 +243,7 @@ async def test_a_pending_checkpoint_of_a_newer_format_times_out_and_one_in_a_fai
 ) -> None:
     await world.save_of_a_newer_format("newer")
     await world.save_of_a_newer_format("later")
-    await world.checkpoints.record_pending(path("refused"), "me")
+    await world.catalog.record_pending_checkpoint(path("refused"), "me")
     refused.add(path("refused").manifest_key)
     for name in ("newer", "refused"):
         await world.age(name, timedelta(hours=7))
@@ -314,7 +314,7 @@ async def test_the_owner_can_delete_the_rest_of_an_interrupted_deletion(world: W
 async def test_a_checkpoint_cannot_be_deleted_while_it_is_being_saved(
     world: World,
 ) -> None:
-    await world.checkpoints.record_pending(path("a"), "me")
+    await world.catalog.record_pending_checkpoint(path("a"), "me")
     await obstore.put_async(world.store, f"{path('a').prefix}/f", b"content")
 
     with pytest.raises(NotFound):
@@ -353,9 +353,9 @@ async def test_a_failure_of_the_store_is_reported_as_unavailable(world: World) -
         checkpoints.manifest(path("a"), ME),
         checkpoints.delete(path("a"), ME),
         checkpoints.set_ttl(path("a"), ME, 60),
-        checkpoints.is_suspended("s:train:0", "g1", None),
-        checkpoints.delete_state("s:train:0", "g1"),
-        checkpoints.discover("s:train:0"),
+        checkpoints.suspended.has("s:train:0", "g1", None),
+        checkpoints.suspended.delete("s:train:0", "g1"),
+        checkpoints.index.discover("s:train:0"),
     ):
         with pytest.raises(Unavailable, match="object store"):
             await attempt
@@ -384,7 +384,7 @@ async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> No
     await world.checkpoints.set_ttl(path("never"), ME, None)
     await world.checkpoints.set_ttl(path("shorter"), ME, 0)
     # A repeated save that the head rejects, as the name is taken, changes nothing.
-    await world.checkpoints.record_pending(path("never"), "me")
+    await world.catalog.record_pending_checkpoint(path("never"), "me")
     await world.age("never", timedelta(hours=7))
 
     await world.checkpoints.delete_expired()
@@ -397,7 +397,7 @@ async def test_an_expiry_that_is_set_overrides_the_saved_one(world: World) -> No
 
 async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -> None:
     await world.save("a", expires_at=datetime.now(UTC) - HOUR)
-    await world.checkpoints.record_pending(path("a"), "me")
+    await world.catalog.record_pending_checkpoint(path("a"), "me")
 
     await world.checkpoints.delete_expired()
     assert await world.files() == {"a"}
@@ -410,7 +410,7 @@ async def test_a_checkpoint_that_replaces_an_expired_one_is_kept(world: World) -
 async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.checkpoints.record_pending(path("a"), "me")
+    await world.catalog.record_pending_checkpoint(path("a"), "me")
     await world.put(a_manifest(path("a")))
     read = world.checkpoints._objects.read
 
@@ -451,7 +451,7 @@ async def test_listing_runs_reads_each_pending_manifest_once(
 ) -> None:
     mine = [path(f"n{index}", f"s:train:{index % 5}") for index in range(50)]
     for wanted in [*mine, path("x", "other:train:0")]:
-        await world.checkpoints.record_pending(wanted, "me")
+        await world.catalog.record_pending_checkpoint(wanted, "me")
 
     listed = await world.checkpoints.of_runs([f"s:train:{index}" for index in range(5)])
 
@@ -462,8 +462,8 @@ async def test_listing_runs_reads_each_pending_manifest_once(
 async def test_listing_own_checkpoints_reads_no_manifests_of_other_owners(
     world: World, looked_at: list[str]
 ) -> None:
-    await world.checkpoints.record_pending(path("mine"), "me")
-    await world.checkpoints.record_pending(path("yours", "other:train:0"), "you")
+    await world.catalog.record_pending_checkpoint(path("mine"), "me")
+    await world.catalog.record_pending_checkpoint(path("yours", "other:train:0"), "you")
 
     await world.names()
 
@@ -531,8 +531,8 @@ async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
     world: World, looked_at: list[str]
 ) -> None:
     for index in range(30):
-        await world.checkpoints.record_pending(path(f"failed-{index}"), "me")
-    await world.checkpoints.record_pending(path("saved"), "me")
+        await world.catalog.record_pending_checkpoint(path(f"failed-{index}"), "me")
+    await world.catalog.record_pending_checkpoint(path("saved"), "me")
     await world.put(a_manifest(path("saved")))
 
     assert await world.names() == {"saved"}
@@ -547,7 +547,7 @@ async def test_manifests_of_thousands_of_failed_saves_are_not_looked_for(
 async def test_a_checkpoint_that_an_admin_saves_belongs_to_the_owner_of_its_run(
     world: World,
 ) -> None:
-    await world.checkpoints.record_pending(path("a"), "admin")
+    await world.catalog.record_pending_checkpoint(path("a"), "admin")
     await world.put(a_manifest(path("a"), owner="me"))
     await world.checkpoints.page(Visibility("admin"), PAGE)
 

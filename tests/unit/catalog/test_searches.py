@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 import pytest
 
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
-from tinkercloud_api.catalog.runs.searches import CheckpointSearch
+from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest

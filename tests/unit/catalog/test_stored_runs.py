@@ -96,7 +96,7 @@ class World:
         for name, content in files.items():
             await obstore.put_async(self.store, manifest.key_of(name), content)
         await obstore.put_async(self.store, SOURCE.manifest_key, encode_manifest(manifest))
-        await self.checkpoints.record_pending(SOURCE, "me")
+        await self.catalog.record_pending_checkpoint(SOURCE, "me")
         return manifest
 
     async def copy(self, key: str | None = None) -> str:

@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.activity import Activity
+from tinkercloud_api.heads.deleted_runs import DeletedRuns
 from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.run_admission import RunAdmission
@@ -44,7 +45,7 @@ HOUSEKEEPING: list[tuple[type, str]] = [
     (Checkpoints, "delete_expired"),
     (StoredRuns, "sweep"),
     (HeadLocator, "report_lost"),
-    (HeadLocator, "release_leftovers"),
+    (DeletedRuns, "release_leftovers"),
     (Auditing, "forget"),
 ]
 CARE_FOR_HEADS: list[tuple[type, str]] = [

@@ -17,7 +17,7 @@ import pytest
 from obstore.store import LocalStore
 
 from tinkercloud_api.providers.base import HeadFailed
-from tinkercloud_api.providers.local import local_head
+from tinkercloud_api.providers.local import head_folder
 from tinkercloud_protocol.heads import journal_copy, journal_files
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
@@ -145,11 +145,11 @@ def read_shared_object(folder: Path) -> Kind:
 def read_lock(folder: Path) -> Kind:
     def read(content: bytes) -> object:
         try:
-            return local_head._pid_in(content.decode(errors="replace"), folder)
+            return head_folder._pid_in(content.decode(errors="replace"), folder)
         except HeadFailed as error:
             raise InvalidRequest(str(error)) from None
 
-    return Kind(f"4321 {local_head._checksum(4321)}".encode(), read)
+    return Kind(head_folder.lock_content(4321).encode(), read)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

@@ -88,10 +88,10 @@ async def test_a_missed_deletion_is_found_after_a_watch_restarts(
     controller.queue.done(await controller.queue.take())
 
     del connection.api.objects[SERVICE]
-    assert controller.watched._children
+    assert controller.watched.children.of("one")
     controller.needs_resync.set()
 
-    assert await reached(lambda: not controller.watched._children)
+    assert await reached(lambda: not controller.watched.children.of("one"))
     assert await controller.queue.take() == "one"
     resyncing.cancel()
 

@@ -24,8 +24,8 @@ async def ignore(_report: UsageReport) -> None: ...
 async def head(tmp_path: Path) -> AsyncIterator[LocalHead]:
     async with aiohttp.ClientSession() as client:
         head = LocalHead(ServedModel("m", 8), Settings(state_dir=tmp_path), client, ignore)
-        head._folder.mkdir(parents=True)
-        (head._folder / "head.log").write_text(LOGGED)
+        head._folder.path.mkdir(parents=True)
+        head._folder.log.write_text(LOGGED)
         yield head
 
 
@@ -45,7 +45,7 @@ async def test_the_log_of_a_killed_head_does_not_say_why_it_ended(head: LocalHea
 async def test_a_reason_that_a_head_has_written_is_reported_even_if_it_was_killed(
     head: LocalHead,
 ) -> None:
-    (head._folder / "reason").write_text("the GPU is lost")
+    head._folder.reason.write_text("the GPU is lost")
 
     with pytest.raises(HeadFailed, match="because it exited: the GPU is lost") as raised:
         await end(head, "os.kill(os.getpid(), signal.SIGKILL)")

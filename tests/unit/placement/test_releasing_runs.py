@@ -174,11 +174,11 @@ async def test_resources_that_cannot_be_released_at_the_end_of_a_session_are_rel
 
     await world.runs.finish_session("s", "success", None)
     assert world.provider.held == run_ids[:1]
-    await world.locator.release_leftovers(datetime.now(UTC))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC))
     assert world.provider.held == run_ids[:1]
     world.provider.failing.clear()
     world.restart()
-    await world.locator.release_leftovers(datetime.now(UTC))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
 
@@ -206,7 +206,7 @@ async def test_deferred_requests_are_deleted_with_their_session_and_no_others(
     deferred, other = world.checkpoints.deferred, "other:train:0"
     for target in (run_id, current, "s:sample:1", other):
         await deferred.add(Deferred(target, 1, "me", "/p", {}, {}, b"{}"))
-    assert await world.locator.is_sampler("s:sample:1")
+    assert await world.locator.known.sampler("s:sample:1")
 
     await world.runs.finish_session("s", "success", None)
 
@@ -233,7 +233,7 @@ async def test_a_run_that_cannot_be_released_does_not_block_others(world: World)
     await world.catalog.finish_session("s", "success", None)
     world.provider.failing = {run_ids[0]}
 
-    await world.locator.release_leftovers(datetime.now(UTC))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == run_ids[:1]
 
@@ -242,10 +242,10 @@ async def test_another_server_releases_what_the_first_one_could_not(
     world: World,
 ) -> None:
     run_id = await world.begin(0)
-    await world.locator.authorize_run(run_id, ME)
+    await world.locator.known.authorize_run(run_id, ME)
     await world.catalog.finish_session("s", "success", None)
 
-    await world.locator.release_leftovers(datetime.now(UTC))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
     with pytest.raises(StateLost):
@@ -256,7 +256,7 @@ async def test_a_run_created_while_its_session_ends_is_released_too(world: World
     await world.runs.finish_session("s", "success", None)
     await world.begin(0)
 
-    await world.locator.release_leftovers(datetime.now(UTC))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC))
 
     assert world.provider.held == []
 
@@ -268,7 +268,7 @@ async def test_a_deletion_that_did_not_reach_a_head_is_repeated(world: World) ->
     await world.runs.finish_session("s", "success", None)
     world.provider.endpoint = endpoint
 
-    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC) + timedelta(days=1))
 
     assert world.head.models == set()
     assert await world.catalog.runs_to_sweep(datetime.now(UTC) + timedelta(days=1)) == []
@@ -311,11 +311,11 @@ async def test_a_failing_head_is_not_called_for_every_run(world: World) -> None:
 
     await world.runs.finish_session("s", "success", None)
     assert len(world.head.released) == 1
-    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert len(world.head.released) == 2
 
     world.head.is_failing = False
-    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC) + timedelta(days=1))
     assert set(world.head.released) >= {f"s:train:{index}" for index in range(20)}
 
 
@@ -338,7 +338,7 @@ async def test_automatic_checkpoints_that_a_killed_head_has_left_are_listed_in_t
     await world.runs.finish_session("s", "success", None)
     assert await world.checkpoints.of_run(run_id) == []
 
-    await world.locator.release_leftovers(datetime.now(UTC) + timedelta(days=1))
+    await world.locator.deleted.release_leftovers(datetime.now(UTC) + timedelta(days=1))
 
     [listed] = await world.checkpoints.of_run(run_id)
     assert listed.tinker_path == str(path)

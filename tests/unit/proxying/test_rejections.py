@@ -38,7 +38,7 @@ class Server:
             limits=SimpleNamespace(max_body_bytes=1 << 20), timings=Timings()
         )
         self.activity = SimpleNamespace(touch=lambda _model: None)
-        self.checkpoints = self.locator = self.authenticator = self
+        self.checkpoints = self.locator = self.known = self.authenticator = self
         self.proxy = Proxy(session)
         self.tenants = Tenants()
         self.long_polls = LongPolls()

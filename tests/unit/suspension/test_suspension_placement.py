@@ -321,12 +321,12 @@ async def test_a_deleted_run_is_not_resumed_and_leaves_no_suspended_state(
     async with world.head("g1") as first:
         await server.head_of_run(RUN)
         await world.call(first, routes.HEAD_SUSPEND)
-        assert await world.checkpoints.is_suspended(RUN, "g1", None)
+        assert await world.checkpoints.suspended.has(RUN, "g1", None)
 
         await world.catalog.finish_session("s", "success", None)
-        await server.release(await world.catalog.runs_of_session("s"), [])
+        await server.deleted.release(await world.catalog.runs_of_session("s"), [])
 
-        assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+        assert not await world.checkpoints.suspended.has(RUN, "g1", None)
         assert list((world.folder / "store").rglob("*.safetensors")) == []
         with pytest.raises(StateLost, match="was deleted"):
             await world.server().head_of_run(RUN)
@@ -343,11 +343,11 @@ async def test_state_suspended_after_the_deletion_of_its_run_is_removed_later(
     world.provider.endpoint = None
     now = datetime.now(UTC)
 
-    await server.release_leftovers(now)
-    assert await world.checkpoints.is_suspended(RUN, "g1", None)
-    await server.release_leftovers(now + timedelta(days=1))
+    await server.deleted.release_leftovers(now)
+    assert await world.checkpoints.suspended.has(RUN, "g1", None)
+    await server.deleted.release_leftovers(now + timedelta(days=1))
 
-    assert not await world.checkpoints.is_suspended(RUN, "g1", None)
+    assert not await world.checkpoints.suspended.has(RUN, "g1", None)
     assert await world.catalog.runs_to_sweep(now + timedelta(days=1)) == []
 
 
@@ -371,7 +371,9 @@ async def test_pending_runs_are_counted_by_their_queue_state(
     server = world.server()
     assert not server.pending_counts()
 
-    server.start_placing(RUN)
+    row = await world.catalog.run(RUN)
+    assert row is not None
+    server.start_placing(row)
     await provider.asked.wait()
 
     assert server.pending_counts() == {"paused_capacity": 1}

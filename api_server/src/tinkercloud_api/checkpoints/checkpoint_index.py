@@ -7,12 +7,10 @@ and an expiry time that was changed after saving, are stored in the catalog alon
 """
 
 import asyncio
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import structlog
 from obstore.store import ObjectStore
@@ -21,38 +19,31 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.runs.counts import Storage
-from tinkercloud_api.catalog.runs.searches import CheckpointSearch
+from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_rows import has_timed_out, info, name_of, path_of
+from tinkercloud_api.checkpoints.checkpoint_rows import info, name_of, path_of
 from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.deferred_requests import DeferredRequests
 from tinkercloud_api.checkpoints.journal_removal import SharedJournals
+from tinkercloud_api.checkpoints.manifest_index import ManifestIndex
 from tinkercloud_api.checkpoints.storage_quota import StorageQuota
+from tinkercloud_api.checkpoints.suspended_states import SuspendedStates
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
-    SuspendedManifest,
-    decode_manifest,
     encode_manifest,
-    suspended_key,
 )
 from tinkercloud_protocol.responses.listings import CheckpointInfo
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
 from tinkercloud_protocol.wire.paths import (
-    CheckpointKind,
     CheckpointPath,
-    run_prefix,
-    state_prefixes,
 )
 
 log = structlog.get_logger(__name__)
 
 _LARGEST_LISTED = 3
 """Number of large checkpoints that the error message of the quota lists."""
-_CONCURRENT_READS = 16
-"""Limit of manifests that one request reads concurrently. If a folder has more pending checkpoints
-than this, the folder is listed first."""
 _PROBE_SECONDS = 30.0
 """Interval between health checks that write, as object stores charge for requests."""
 
@@ -66,6 +57,8 @@ class Checkpoints:
         self._catalog = catalog
         self._quota = quota or StorageQuota(catalog, Tenants())
         self._objects = ObjectStoreClient(store)
+        self.index = ManifestIndex(catalog, self._objects)
+        self.suspended = SuspendedStates(catalog, self._objects, self.index)
         self.journals = SharedJournals(self._objects)
         self.deferred = DeferredRequests(self._objects)
         self._writable_until = 0.0
@@ -85,14 +78,6 @@ class Checkpoints:
         except TimeoutError:
             raise Unavailable("the object store for checkpoints did not respond") from None
 
-    async def record_pending(self, path: CheckpointPath, owner: str) -> datetime | None:
-        """Record that a head is about to receive a request to save a checkpoint.
-
-        Returns:
-            The time of the record; None if the checkpoint was already pending.
-        """
-        return await self._catalog.record_pending_checkpoint(path, owner)
-
     async def record_pending_unless_rejected(
         self, path: CheckpointPath, owner: str, send: Callable[[], Awaitable[int | None]]
     ) -> None:
@@ -105,7 +90,7 @@ class Checkpoints:
             owner: owner of the caller's key.
             send: sends the request and returns the status of the response.
         """
-        recorded_at = await self.record_pending(path, owner)
+        recorded_at = await self._catalog.record_pending_checkpoint(path, owner)
         status = await send()
         if recorded_at is not None and status is not None and 400 <= status < 500:
             # The response has been sent. A record that remains is checked in vain for some hours.
@@ -142,7 +127,7 @@ class Checkpoints:
         """
         if limit is None and not self._quota.is_limited(owner):
             return
-        await self._refresh(await self._quota.pending(owner))
+        await self.index.refresh(await self._quota.pending(owner))
         await self._quota.check(owner, size_bytes)
         if limit is None:
             return
@@ -190,18 +175,10 @@ class Checkpoints:
             raise _not_found(path)
         return manifest, row
 
-    async def public_of_run(self, run_id: str) -> list[CheckpointInfo]:
-        """Return the checkpoints of a run that everybody may read, oldest first."""
-        return [entry for entry in await self.of_run(run_id) if entry.public]
-
     async def add(self, manifest: CheckpointManifest) -> None:
         """Make a checkpoint exist whose files are in the store; do nothing if it exists."""
         await self._objects.create(manifest.path.manifest_key, encode_manifest(manifest))
-        await self._index(await self._required(manifest.path))
-
-    async def find(self, path: CheckpointPath) -> CheckpointManifest | None:
-        """Return the manifest of a checkpoint, of any owner; None if there is none."""
-        return await self._read(path)
+        await self.index.update(await self._required(manifest.path))
 
     async def of_run(self, run_id: str) -> list[CheckpointInfo]:
         """Return a run's checkpoints, oldest first."""
@@ -209,108 +186,26 @@ class Checkpoints:
 
     async def of_runs(self, run_ids: Sequence[str]) -> dict[str, list[CheckpointInfo]]:
         """Return the checkpoints of each run, oldest first."""
-        await self._refresh(await self._catalog.unindexed_checkpoints_of_runs(run_ids))
+        await self.index.refresh(await self._catalog.unindexed_checkpoints_of_runs(run_ids))
         found: dict[str, list[CheckpointInfo]] = {run_id: [] for run_id in run_ids}
         for row in await self._catalog.checkpoints_of_runs(run_ids):
             found[row.run_id].append(info(row))
         return found
 
-    async def discover(self, run_id: str) -> None:
-        """Index the training checkpoints that a head has written without a request.
-
-        Automatic ones are left out: a head replaces and deletes them.
-        """
-        await self._discover_all([p for p in await self._in_store(run_id) if not p.is_autosave])
-
-    async def keep_autosaves(self, run_id: str) -> None:
-        """Index the automatic checkpoints of a lost run: now they are checkpoints like others."""
-        await self._discover_all([p for p in await self._in_store(run_id) if p.is_autosave])
-
-    async def _in_store(self, run_id: str) -> list[CheckpointPath]:
-        """Return the training checkpoints in a run's folder, incomplete ones included."""
-        folder, paths = f"{run_prefix(run_id)}/{CheckpointKind.TRAINING}/", []
-        for name in await self._objects.folders(folder):
-            try:
-                paths.append(CheckpointPath(run_id, CheckpointKind.TRAINING, name))
-            except InvalidRequest as error:
-                log.warning(
-                    "skipping an invalid checkpoint folder", path=folder + name, error=error.message
-                )
-        return paths
-
-    async def _discover_all(self, paths: Sequence[CheckpointPath]) -> None:
-        for path in paths:
-            try:
-                await self._discover(path)
-            except InvalidRequest as error:
-                log.warning("skipping a damaged checkpoint", path=str(path), error=error.message)
-
-    async def _discover(self, path: CheckpointPath) -> None:
-        if await self._catalog.checkpoint(path) is None:
-            manifest = await self._read(path)
-            if manifest is not None:
-                await self._catalog.index_checkpoint(manifest)
-
-    async def is_suspended(self, run_id: str, generation: str, unsaved: Path | None) -> bool:
-        """Whether the head of a generation suspended a run with its latest state.
-
-        Args:
-            run_id: the run.
-            generation: generation of the head that held the run last.
-            unsaved: folder of suspended states that could not be uploaded to the store. The state
-                of this run is uploaded now; it stays in the folder if that fails.
-        """
-        stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
-        if stored is not None and stored.continues_from(generation):
-            return True
-        if unsaved is None:
-            return False
-        local = unsaved / suspended_key(run_id)
-        content = await asyncio.to_thread(_read_if_exists, local)
-        kept = _suspended(run_id, content)
-        if content is None or kept is None or not kept.continues_from(generation):
-            return False
-        for name in kept.files:
-            await self._objects.upload(kept.key_of(name), unsaved / kept.key_of(name))
-        await self._objects.upload(suspended_key(run_id), local)
-        await asyncio.to_thread(shutil.rmtree, local.parent)
-        log.info("uploaded a suspended run that its head could not upload", run_id=run_id)
-        return True
-
-    async def delete_state(self, run_id: str, generation: str | None) -> None:
-        """Delete the state of a deleted run that no head holds. A missing state is not an error.
-
-        If the run was suspended, its automatic checkpoints are deleted too. Those of a lost run
-        remain, because an error has named one of them.
-
-        Args:
-            run_id: the run.
-            generation: generation of the head that held it last; None if none ever did.
-        """
-        stored = _suspended(run_id, await self._objects.read(suspended_key(run_id)))
-        if stored is not None and stored.continues_from(generation or ""):
-            for path in [p for p in await self._in_store(run_id) if p.is_autosave]:
-                if await self._catalog.checkpoint(path) is None:
-                    await self._objects.delete(path.manifest_key)
-                    await self._objects.delete_folder(path.prefix)
-        await self._objects.delete(suspended_key(run_id))
-        for prefix in state_prefixes(run_id):
-            await self._objects.delete_folder(prefix)
-
     async def page(self, visible: Visibility, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and their total number."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(visible))
+        await self.index.refresh(await self._catalog.unindexed_checkpoints(visible))
         rows, total = await self._catalog.checkpoints(visible, page)
         return [info(row) for row in rows], total
 
     async def storage(self, owner: str | None, page: Page) -> Sequence[Storage]:
         """Return what checkpoints occupy, by owner, the largest first; owner None means all."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(Visibility(owner)))
+        await self.index.refresh(await self._catalog.unindexed_checkpoints(Visibility(owner)))
         return await self._catalog.storage(owner, page)
 
     async def search(self, wanted: CheckpointSearch) -> list[CheckpointInfo]:
         """Return the checkpoints that match a search, newest first."""
-        await self._refresh(await self._catalog.unindexed_checkpoints(wanted.visible))
+        await self.index.refresh(await self._catalog.unindexed_checkpoints(wanted.visible))
         return [info(row) for row in await self._catalog.search_checkpoints(wanted)]
 
     async def delete(self, path: CheckpointPath, principal: Principal) -> None:
@@ -321,7 +216,7 @@ class Checkpoints:
         """
         row = await self._catalog.checkpoint(path)
         try:
-            manifest = await self._read(path)
+            manifest = await self.index.read(path)
         except InvalidRequest:
             if row is None:
                 raise
@@ -329,7 +224,7 @@ class Checkpoints:
         if manifest is not None:
             principal.require(await self._catalog.claim(manifest), f"checkpoint {path}")
             if not path.is_autosave:
-                await self._index(manifest)
+                await self.index.update(manifest)
         elif row is not None and (row.is_indexed or row.damage is not None):
             principal.require(row, f"checkpoint {path}")
         else:
@@ -345,7 +240,7 @@ class Checkpoints:
             InvalidRequest: it is an automatic one, which a head may replace.
         """
         manifest = await self._lasting(path, principal)
-        await self._index(manifest)
+        await self.index.update(manifest)
         await self._catalog.set_public(path, is_public=is_public)
 
     async def set_ttl(
@@ -363,7 +258,7 @@ class Checkpoints:
         expires_at = None
         if ttl_seconds is not None:
             expires_at = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
-        await self._index(manifest)
+        await self.index.update(manifest)
         await self._catalog.set_expiry(path, expires_at)
 
     async def _lasting(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
@@ -382,7 +277,7 @@ class Checkpoints:
 
         A failure does not affect the other checkpoints and is retried the next time.
         """
-        await self._refresh(await self._catalog.unindexed_checkpoints(EVERYTHING))
+        await self.index.refresh(await self._catalog.unindexed_checkpoints(EVERYTHING))
         for row in await self._catalog.expired_checkpoints(datetime.now(UTC)):
             try:
                 await self._expire(row)
@@ -394,7 +289,7 @@ class Checkpoints:
     async def _expire(self, row: Checkpoint) -> None:
         """Delete an expired checkpoint, unless another one was saved in its place."""
         path = path_of(row)
-        manifest = await self._read(path)
+        manifest = await self.index.read(path)
         if manifest is not None and manifest.created_at != row.created_at:
             await self._catalog.reindex_checkpoint(manifest)
             return
@@ -402,23 +297,10 @@ class Checkpoints:
         await self._delete(path)
 
     async def _required(self, path: CheckpointPath) -> CheckpointManifest:
-        manifest = await self._read(path)
+        manifest = await self.index.read(path)
         if manifest is None:
             raise _not_found(path)
         return manifest
-
-    async def _read(self, path: CheckpointPath) -> CheckpointManifest | None:
-        content = await self._objects.read(path.manifest_key)
-        return None if content is None else decode_manifest(CheckpointManifest, content, str(path))
-
-    async def _index(self, manifest: CheckpointManifest) -> None:
-        """Update the index from a manifest.
-
-        If the index is already up to date, a pending overwrite of the checkpoint stays pending.
-        """
-        row = await self._catalog.checkpoint(manifest.path)
-        if row is None or row.created_at != manifest.created_at:
-            await self._catalog.index_checkpoint(manifest)
 
     async def _delete(self, path: CheckpointPath) -> None:
         """Delete the manifest, after which the checkpoint no longer exists, and then the files.
@@ -431,77 +313,6 @@ class Checkpoints:
         await self._objects.delete_folder(path.prefix)
         await self._catalog.forget_checkpoint(path)
 
-    async def _refresh(self, rows: Sequence[Checkpoint]) -> None:
-        """Read the manifests of pending checkpoints.
-
-        A failure does not affect the other checkpoints and is retried the next time.
-        """
-        limit = asyncio.Semaphore(_CONCURRENT_READS)
-        rows = await self._with_files(rows)
-
-        async def read(row: Checkpoint) -> None:
-            async with limit:
-                try:
-                    await self._refresh_one(row)
-                except WireError as error:
-                    log.warning(
-                        "cannot read a checkpoint manifest", path=name_of(row), error=error.message
-                    )
-
-        await asyncio.gather(*[read(row) for row in rows])
-
-    async def _with_files(self, rows: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Skip checkpoints without files in folders with many pending checkpoints.
-
-        These belong to saves that are queued or have failed, of which there may be thousands.
-        """
-        folders: dict[str, list[Checkpoint]] = {}
-        for row in rows:
-            folders.setdefault(f"{run_prefix(row.run_id)}/{row.kind}/", []).append(row)
-        kept = []
-        for folder, inside in folders.items():
-            names = {row.name for row in inside}
-            if len(inside) > _CONCURRENT_READS:
-                with suppress(Unavailable):
-                    names &= set(await self._objects.folders(folder))
-            kept += [row for row in inside if row.name in names or has_timed_out(row)]
-        return kept
-
-    async def _refresh_one(self, row: Checkpoint) -> None:
-        is_over = has_timed_out(row)
-        try:
-            manifest = await self._read(path_of(row))
-        except InvalidRequest as error:
-            # It is listed as damaged. Until the time limit, an overwrite may replace it.
-            if row.damage is None or is_over:
-                await self._catalog.mark_damaged(path_of(row), error.message, is_indexed=is_over)
-            raise
-        # An overwrite has completed when the manifest has changed. Comparing its time with that of
-        # the request would compare the clocks of two machines.
-        if manifest is not None and (is_over or manifest.created_at != row.created_at):
-            await self._catalog.reindex_checkpoint(manifest)
-        elif manifest is None and is_over:
-            await self._catalog.forget_checkpoint(path_of(row))
-
 
 def _not_found(path: CheckpointPath) -> NotFound:
     return NotFound(f"checkpoint {path} does not exist, or belongs to another owner")
-
-
-def _suspended(run_id: str, content: bytes | None) -> SuspendedManifest | None:
-    """Decode a run's suspended state; return None if it is missing or unreadable."""
-    if content is None:
-        return None
-    try:
-        name = f"the suspended state of training run {run_id}"
-        return decode_manifest(SuspendedManifest, content, name)
-    except InvalidRequest as error:
-        log.warning("cannot read a suspended state", run_id=run_id, error=error.message)
-        return None
-
-
-def _read_if_exists(file: Path) -> bytes | None:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        return None

@@ -35,8 +35,8 @@ async def remains(checkpoints: Checkpoints, run_id: str) -> str:
 
     Its latest checkpoint may be an automatic one, which is listed from now on.
     """
-    await checkpoints.discover(run_id)
-    await checkpoints.keep_autosaves(run_id)
+    await checkpoints.index.discover(run_id)
+    await checkpoints.index.keep_autosaves(run_id)
     saved = latest(await checkpoints.of_run(run_id), CheckpointKind.TRAINING)
     if saved is None:
         return "it has no checkpoint, so all of its training is lost"

@@ -14,7 +14,7 @@ import structlog
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.heads.activity import Activity
-from tinkercloud_api.heads.head_locator import placement_of
+from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
 from tinkercloud_protocol.heads.head_messages import ForgetResults, Forgotten, ModelSuspended
 from tinkercloud_protocol.heads.launch import HeldModel, HeldModels

@@ -87,7 +87,11 @@ class HeadFailed(WireError):
 
 
 class SessionProvider(Protocol):
-    """Starts, finds and stops session heads."""
+    """Starts, finds and stops session heads.
+
+    The methods with a body are right for heads that all runs of a base model share, that stay where
+    they are, and that leave nothing on a disk of this server.
+    """
 
     async def start(self, record_usage: RecordUsage) -> None:
         """Find running heads and start watching them.
@@ -130,6 +134,7 @@ class SessionProvider(Protocol):
 
     async def changed(self, placement: Placement) -> None:
         """Wait until something about a placement changes that may give it another head."""
+        return
 
     async def confirm(self, placement: Placement) -> None:
         """Check that what this server knows of a placement is up to date.
@@ -137,6 +142,7 @@ class SessionProvider(Protocol):
         Raises:
             Unavailable: it is not, or this cannot be determined now.
         """
+        return
 
     def pending(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
@@ -149,15 +155,18 @@ class SessionProvider(Protocol):
 
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """Return the runs that have a place on a shared head; None if runs have no places."""
+        return None
 
     def runs(self) -> list[str]:
         """Return the runs that have a head of their own."""
+        return []
 
     def degraded(self) -> Mapping[str, str]:
         """Return runs that are less safe than `durability.level` promises, with the reasons.
 
-        Those of `shared_heads` may be missing.
+        Those of `shared_heads` may be missing: they are asked themselves.
         """
+        return {}
 
     async def is_gone(self, placement: Placement) -> bool:
         """Whether the head that `acquire` created for a placement was permanently removed.
@@ -165,27 +174,34 @@ class SessionProvider(Protocol):
         Raises:
             Unavailable: this cannot be determined now.
         """
+        return False
 
     def has_ended(self, placement: Placement, generation: str) -> bool:
         """Whether all processes of the head with this generation have ended.
 
         An ended head cannot write any more. False if this is not known.
         """
+        return False
 
     def unsaved(self, placement: Placement) -> Path | None:
         """Return the folder for suspended runs that could not be uploaded, or None."""
+        return None
 
     def journals(self, placement: Placement) -> Path | None:
         """Return the folder of the journals of runs (`protocol.journals`), or None."""
+        return None
 
     def may_have_journals(self, placement: Placement) -> bool:
         """Whether only the next head can tell if it has the journal of a run."""
+        return False
 
     def newly_ended(self) -> list[str]:
         """Return the generations of the heads that have ended since the last call."""
+        return []
 
     def invalidate(self, endpoint: HeadEndpoint) -> None:
         """Look up this endpoint again before its next use: another head now serves there."""
+        return
 
     async def release(self, placement: Placement) -> None:
         """Remove the head that `acquire` created for this placement alone. This is idempotent.
@@ -193,3 +209,4 @@ class SessionProvider(Protocol):
         Raises:
             Unavailable: the head cannot be removed now.
         """
+        return

@@ -15,7 +15,7 @@ from tinkercloud_api.catalog.schema.tables import SamplingSession, Session
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.heads.activity import Activity
-from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.known_runs import KnownRuns
 from tinkercloud_api.providers.model_names import is_of
 from tinkercloud_api.runs.direct_sessions import session_of
 from tinkercloud_api.runs.training_runs import TrainingRuns
@@ -51,7 +51,7 @@ class SamplingSessions:
 
     catalog: Catalog
     checkpoints: Checkpoints
-    locator: HeadLocator
+    known: KnownRuns
     training_runs: TrainingRuns
     activity: Activity
 
@@ -74,7 +74,7 @@ class SamplingSessions:
         await self.training_runs.active_session(session_id, principal)
         weights = await self._resolve(named, principal)
         number = weights.index if index is None else index
-        row = await self.locator.add_sampler(
+        row = await self.known.add_sampler(
             SamplingSession(
                 id=str(SamplingSessionId(session_id, number)),
                 session_id=session_id,
@@ -97,13 +97,13 @@ class SamplingSessions:
         """
         if named.model_id is not None:
             model_id = ModelId.parse(named.model_id)
-            await self.locator.authorize_run(str(model_id), principal)
+            await self.known.authorize_run(str(model_id), principal)
             return str(SamplingSessionId.of_current_weights(model_id))
         weights = await self._resolve(named, principal)
         session = await self._shared_session(principal)
         self.activity.record_heartbeat(session.id)
         sampler_id = str(SamplingSessionId(session.id, weights.index))
-        if await self.locator.is_sampler(sampler_id):
+        if await self.known.sampler(sampler_id) is not None:
             return sampler_id
         return await self.create(session.id, weights.index, named, principal)
 
@@ -118,7 +118,7 @@ class SamplingSessions:
             InvalidRequest: the base model is not served.
         """
         if named.model_id is not None:
-            await self.locator.authorize_run(str(ModelId.parse(named.model_id)), principal)
+            await self.known.authorize_run(str(ModelId.parse(named.model_id)), principal)
             return None
         return (await self._resolve(named, principal)).saved_at
 

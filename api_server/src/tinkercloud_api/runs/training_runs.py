@@ -154,9 +154,7 @@ class TrainingRuns:
                 " model; use the next unused number"
             )
         principal.named_objects.add(row.id)
-        self.locator.cache_run(row)
-        if row.generation is None:
-            self.locator.start_placing(row.id)
+        self.locator.start_placing(row)
         return Created(str(RequestId(model_id, 0)), row is new)
 
     async def active_session(self, session_id: str, principal: Principal) -> Session:
@@ -206,7 +204,7 @@ class TrainingRuns:
         if (row := await self.catalog.run(run_id)) is not None:
             samplers = await self.catalog.samplers_of_session(row.session_id)
             own = [sampler for sampler in samplers if sampler.run_id == run_id]
-            await self.locator.release([row], own)
+            await self.locator.deleted.release([row], own)
 
     async def expire_sessions(self, moment: datetime, days: float) -> None:
         """End the sessions whose clients have been inactive for a number of days."""
@@ -222,7 +220,7 @@ class TrainingRuns:
         await self.catalog.finish_session(session_id, reason, detail)
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
-        await self.locator.release(runs, samplers)
+        await self.locator.deleted.release(runs, samplers)
 
 
 def _check_sizes(request: CreateModelRequest, served: ServedModel) -> None:

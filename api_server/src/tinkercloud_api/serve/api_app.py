@@ -217,7 +217,9 @@ async def running_context(
         copies=Copies(checkpoints, training_runs, stored_runs, projects),
         imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
-        sampling_sessions=SamplingSessions(catalog, checkpoints, locator, training_runs, activity),
+        sampling_sessions=SamplingSessions(
+            catalog, checkpoints, locator.known, training_runs, activity
+        ),
         usage=UsageLedger(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),

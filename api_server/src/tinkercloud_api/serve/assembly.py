@@ -101,7 +101,7 @@ HOUSEKEEPING = (
     Step("delete expired checkpoints", lambda s: s.context.checkpoints.delete_expired()),
     Step("remove stored runs", lambda s: s.context.stored_runs.sweep()),
     Step("report lost runs", lambda s: s.context.locator.report_lost()),
-    Step("release ended sessions", lambda s: s.context.locator.release_leftovers(now())),
+    Step("release ended sessions", lambda s: s.context.locator.deleted.release_leftovers(now())),
     Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
 )
 """Periodic steps, every `Settings.housekeeping_seconds`, one after another."""

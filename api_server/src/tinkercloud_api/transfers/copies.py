@@ -107,7 +107,7 @@ class Copies:
         catalog = self.stored_runs.catalog
         if (row := await catalog.run(run_id)) is not None:
             check_unused(row, spec)
-        if await self.checkpoints.find(target) is not None:
+        if await self.checkpoints.index.read(target) is not None:
             return str(target)
         copy = _manifest(source, target, owner, request.ttl_seconds)
         if await catalog.upload(run_id) is None:
@@ -142,7 +142,7 @@ class Copies:
                 )
             except NotFound:
                 raise changed from None
-        latest = await self.checkpoints.find(source.path)
+        latest = await self.checkpoints.index.read(source.path)
         if latest is None or (latest.files, latest.data_prefix) != (
             source.files,
             source.data_prefix,

@@ -108,7 +108,10 @@ class StoredRuns:
         for upload in await self.catalog.expired_uploads(now() - _GRACE):
             manifest = CheckpointManifest.model_validate(upload.manifest)
             try:
-                if await self.checkpoints.find(manifest.path) is None and not upload.is_finished:
+                if (
+                    await self.checkpoints.index.read(manifest.path) is None
+                    and not upload.is_finished
+                ):
                     log.info("deleting an abandoned upload", path=str(manifest))
                     await self.objects.delete_folder(manifest.path.prefix)
                 await self.catalog.forget_upload(upload.id)

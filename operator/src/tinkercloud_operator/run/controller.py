@@ -17,9 +17,10 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.executor import Executor
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.node_taints import NodeTaints
-from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS, Watched
+from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.cluster.served_definitions import REQUIRED_KINDS, ServedDefinitions
+from tinkercloud_operator.run.cluster.session_children import CHILD_KINDS
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 from tinkercloud_operator.run.engine_scaling import EngineScaling
 from tinkercloud_operator.run.gauges import count_sessions
@@ -120,7 +121,7 @@ class Controller:
         for session in affected | own:
             self._engines.note(session)
         for session in affected:
-            if kind in _MANY_CHANGES and not self.watched.has_only_ready_pods(session):
+            if kind in _MANY_CHANGES and not self.watched.children.has_only_ready_pods(session):
                 self.queue.add_after(session, _GATHER_SECONDS)
             else:
                 self.queue.add(session)
@@ -244,7 +245,7 @@ class Controller:
         await self._is_complete.wait()
         async for changed in self._node_taints.changes():
             self._pools.note_cordons(self._node_taints.cordoned)
-            for name in self.watched.with_pods_on(changed):
+            for name in self.watched.children.with_pods_on(changed):
                 self.queue.add(name)
 
     async def count(self) -> None:

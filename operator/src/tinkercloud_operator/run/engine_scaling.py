@@ -95,7 +95,7 @@ class EngineScaling:
 
     def _subject(self, name: str) -> _Subject | None:
         """Return the head to ask; None if the session has no head, or a fixed number of engines."""
-        cluster = self._watched.cluster_of(name)
+        cluster = self._watched.children.cluster_of(name)
         session = self._watched.sessions.get(name)
         if session is None or not is_scaled(cluster):
             return None

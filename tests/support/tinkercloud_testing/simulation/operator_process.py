@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_operator.run.cluster.resource_store import CHILD_KINDS
+from tinkercloud_operator.run.cluster.session_children import CHILD_KINDS
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.term import resync, workers_of

@@ -283,8 +283,8 @@ def test_sessions_with_pods_on_a_node_are_found(watched: Watched) -> None:
     metadata = {"name": "one-head", "labels": {labels.SESSION_LABEL: "one"}}
     watched.note("Pod", stored({"metadata": metadata, "spec": {"nodeName": "a"}, "status": {}}))
 
-    assert watched.with_pods_on(frozenset({"a", "b"})) == ["one"]
-    assert watched.with_pods_on(frozenset({"b"})) == []
+    assert watched.children.with_pods_on(frozenset({"a", "b"})) == ["one"]
+    assert watched.children.with_pods_on(frozenset({"b"})) == []
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ def test_failed_pods_of_a_deleted_session_are_not_remembered(watched: Watched) -
 
     watched.note("Pod", a_trainer("lost", **FAILED), is_gone=True)
 
-    assert watched._failures == {}
+    assert watched.children.failures == {}
 
 
 def test_a_failed_pod_is_forgotten_with_its_ray_cluster_and_session(watched: Watched) -> None:
@@ -467,7 +467,7 @@ def test_a_failed_pod_is_forgotten_with_its_ray_cluster_and_session(watched: Wat
 
     assert last_failure(watched) is None
     watched.note("TrainingSession", session(version=9), is_gone=True)
-    assert watched._failures == {}
+    assert watched.children.failures == {}
 
 
 @pytest.mark.parametrize(

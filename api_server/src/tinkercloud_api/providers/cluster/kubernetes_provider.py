@@ -18,7 +18,6 @@ from pathlib import Path
 from types import MappingProxyType
 
 import structlog
-from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import (
     HeadEndpoint,
@@ -27,17 +26,18 @@ from tinkercloud_api.providers.base import (
     Placement,
     RecordUsage,
     ServedModel,
+    SessionProvider,
     unknown_base_model,
 )
 from tinkercloud_api.providers.cluster import session_spec
 from tinkercloud_api.providers.cluster.cluster_errors import wire_error
 from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints, HeadUnresponsive
+from tinkercloud_api.providers.cluster.placed_sessions import PlacedSessions, belongs, name_of
 from tinkercloud_api.providers.cluster.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import (
     BaseModelView,
     Ended,
-    Readiness,
     Ready,
     TrainingSessionView,
     read_base_model,
@@ -52,19 +52,17 @@ from tinkercloud_api.providers.served_models import served_model
 from tinkercloud_crds import labels
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantUsage
-from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, StateLost, Unavailable
-from tinkercloud_protocol.wire.json_model import describe
 
 log = structlog.get_logger(__name__)
 
 
-class KubernetesProvider:
-    """Implements `providers.base.SessionProvider`."""
+class KubernetesProvider(SessionProvider):
+    """Session heads in pods."""
 
     def __init__(
         self,
@@ -82,9 +80,6 @@ class KubernetesProvider:
         self._aliases = aliases
         self._namespace = namespace
         self._models_dir = models_dir
-        self._samplers: dict[tuple[str, str], str] = {}
-        """TrainingSession that serves the samplers of an owner and base model. It is used for as
-        long as it is ready, because its head holds the results of sampling requests."""
         self._last_errors: dict[str, str] = {}
         """Error of the last failed step of `acquire`, by name of the TrainingSession."""
         self._watching: list[asyncio.Task[None]] = []
@@ -97,6 +92,7 @@ class KubernetesProvider:
             self._api, "TrainingSession", readable(read_session), self._forget
         )
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
+        self._placed = PlacedSessions(self._api, self._sessions)
         self._durability = DurabilityAnnotator(self._api, self._sessions.objects)
         self._endpoints = HeadEndpoints(self._api, self._client, record_usage, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
@@ -162,7 +158,7 @@ class KubernetesProvider:
         """See `SessionProvider.admit`."""
         assert placement.model is not None  # noqa: S101 - only runs are admitted
         if placement.options.session is not None:
-            return session_spec.attached_model(placement, await self._confirmed(placement))
+            return session_spec.attached_model(placement, await self._placed.confirmed(placement))
         base_model = self.base_model(placement.base_model)
         if base_model is None:
             raise InvalidRequest(unknown_base_model(placement.base_model, self.models()))
@@ -172,64 +168,21 @@ class KubernetesProvider:
 
     def find(self, placement: Placement) -> HeadEndpoint | None:
         """See `SessionProvider.find`."""
-        session = self._session(placement)
-        if session is None or not _belongs(session, placement):
+        session = self._placed.find(placement)
+        if session is None or not belongs(session, placement):
             return None
-        serving, state = self._state(session)
+        serving, state = self._placed.serving(session)
         for used in {session.name: session, serving.name: serving}.values():
             self._activity_annotator.touch(used)
         return self._endpoints.cached(serving, state) if isinstance(state, Ready) else None
-
-    def _state(self, session: TrainingSessionView) -> tuple[TrainingSessionView, Readiness]:
-        """Return the session whose pods serve a session, and the readiness.
-
-        A session without pods of its own is served by its pool cluster. Endpoints belong to the
-        cluster and its head's process, so one of an earlier cluster or process is never used.
-        """
-        cluster = self._cluster_of(session)
-        return cluster or session, readiness(session, cluster)
-
-    def _cluster_of(self, session: TrainingSessionView | None) -> TrainingSessionView | None:
-        """Return the pool cluster that serves a session, if it has one that exists."""
-        name = session.spec.pool_cluster if session is not None else None
-        cluster = self._sessions.get(name) if name is not None else None
-        is_pool = cluster is not None and cluster.spec.role in SERVING_ROLES
-        return cluster if is_pool else None
-
-    def _session(self, placement: Placement) -> TrainingSessionView | None:
-        if placement.model is None:
-            return self._session_of_samplers(placement)
-        return self._sessions.get(_name(placement))
-
-    def _session_of_samplers(self, placement: Placement) -> TrainingSessionView | None:
-        """Return the session that was used before if it is ready, else the oldest ready one."""
-        key = (placement.owner, placement.base_model)
-        chosen = self._sessions.get(self._samplers.get(key, ""))
-        if chosen is not None and self._is_ready(chosen):
-            return chosen
-        serving = [
-            session
-            for session in self._sessions.objects()
-            if (session.spec.owner, session.spec.base_model) == key
-            and session.spec.role not in SERVING_ROLES
-            and self._is_ready(session)
-        ]
-        if not serving:
-            return self._sessions.get(_name(placement))
-        oldest = min(serving, key=lambda session: (session.created_at, session.name))
-        self._samplers[key] = oldest.name
-        return oldest
-
-    def _is_ready(self, session: TrainingSessionView) -> bool:
-        return isinstance(self._state(session)[1], Ready)
 
     async def acquire(self, placement: Placement) -> HeadEndpoint:
         """See `SessionProvider.acquire`. Each iteration is one step towards a ready session."""
         failures = 0
         while True:
-            session = self._session(placement)
-            name = session.name if session is not None else _name(placement)
-            cluster = self._cluster_of(session)
+            session = self._placed.find(placement)
+            name = name_of(placement, session)
+            cluster = self._placed.cluster_of(session)
             try:
                 endpoint = await self._step(placement, session)
             except (errors.Unavailable, errors.Conflict, HeadUnresponsive) as error:
@@ -237,7 +190,7 @@ class KubernetesProvider:
                 self._last_errors[name] = str(error)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(pause_seconds(failures)):
-                        await self._changed(name, session, cluster)
+                        await self._placed.changed(name, session, cluster)
                 continue
             except errors.KubernetesError as error:
                 raise wire_error(error) from None
@@ -249,17 +202,17 @@ class KubernetesProvider:
             if endpoint is not None:
                 return endpoint
             failures = 0
-            await self._changed(name, session, cluster)
+            await self._placed.changed(name, session, cluster)
 
     async def changed(self, placement: Placement) -> None:
         """See `SessionProvider.changed`."""
-        session = self._session(placement)
-        name = session.name if session is not None else _name(placement)
-        await self._changed(name, session, self._cluster_of(session))
+        session = self._placed.find(placement)
+        name = name_of(placement, session)
+        await self._placed.changed(name, session, self._placed.cluster_of(session))
 
     async def confirm(self, placement: Placement) -> None:
         """See `SessionProvider.confirm`: a run in a pool may have been moved meanwhile."""
-        known, now = self._session(placement), await self._read(_name(placement))
+        known, now = self._placed.find(placement), await self._placed.read(name_of(placement))
         if known is None or now is None:
             return
         if (known.spec.pool_cluster, known.moving_to) != (now.spec.pool_cluster, now.moving_to):
@@ -268,20 +221,6 @@ class KubernetesProvider:
                 " request again"
             )
 
-    async def _changed(
-        self, name: str, session: TrainingSessionView | None, cluster: TrainingSessionView | None
-    ) -> None:
-        """Wait until a session, or the pool cluster that serves it, differs from what it was."""
-        waiting = [asyncio.create_task(self._sessions.changed(name, session))]
-        if cluster is not None:
-            changed = self._sessions.changed(cluster.name, cluster)
-            waiting.append(asyncio.create_task(changed))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-
     async def _step(
         self, placement: Placement, session: TrainingSessionView | None
     ) -> HeadEndpoint | None:
@@ -289,12 +228,12 @@ class KubernetesProvider:
         if session is None:
             await self._create(placement)
             return None
-        if not _belongs(session, placement):
+        if not belongs(session, placement):
             raise HeadFailed(
                 f"TrainingSession {session.name} already belongs to {session.spec.model_id!r},"
                 f" whose name collides with that of {placement.target!r}; create another run"
             )
-        serving, state = self._state(session)
+        serving, state = self._placed.serving(session)
         if isinstance(state, Ready):
             self._activity_annotator.touch(session)
             return await self._endpoints.resolve(serving, state)
@@ -313,7 +252,7 @@ class KubernetesProvider:
         manifest = session_spec.training_session(placement, base_model, datetime.now(UTC))
         with suppress(errors.AlreadyExists):
             await self._api.create(manifest, is_strict=True)
-        log.info("TrainingSession created", session=_name(placement), target=placement.target)
+        log.info("TrainingSession created", session=name_of(placement), target=placement.target)
 
     async def _replace(
         self, placement: Placement, session: TrainingSessionView, state: Ended
@@ -344,15 +283,13 @@ class KubernetesProvider:
 
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
-        session = self._session(placement)
-        error_message = self._last_errors.get(
-            session.name if session is not None else _name(placement)
-        )
+        session = self._placed.find(placement)
+        error_message = self._last_errors.get(name_of(placement, session))
         if error_message is not None:
             return Pending("active", error_message)
         if session is None:
-            return Pending("active", f"TrainingSession {_name(placement)} is being created")
-        state = self._state(session)[1]
+            return Pending("active", f"TrainingSession {name_of(placement)} is being created")
+        state = self._placed.serving(session)[1]
         if isinstance(state, Pending):
             return state
         what = "has ended" if isinstance(state, Ended) else "is ready; connecting to its head"
@@ -393,8 +330,8 @@ class KubernetesProvider:
 
     async def is_gone(self, placement: Placement) -> bool:
         """See `SessionProvider.is_gone`. Queries Kubernetes if the informer's copy may be stale."""
-        session = await self._confirmed(placement)
-        if session is None or not _belongs(session, placement):
+        session = await self._placed.confirmed(placement)
+        if session is None:
             return True
         if session.is_deleted:
             # The error is to name the last checkpoint, which replaces the automatic ones.
@@ -405,49 +342,10 @@ class KubernetesProvider:
         state = readiness(session)
         return isinstance(state, Ended) and isinstance(state.error, StateLost)
 
-    async def _confirmed(self, placement: Placement) -> TrainingSessionView | None:
-        name = _name(placement)
-        session = self._sessions.get(name)
-        return session if session is not None else await self._read(name)
-
-    async def _read(self, name: str) -> TrainingSessionView | None:
-        """Read a session from Kubernetes.
-
-        Raises:
-            Unavailable: Kubernetes does not respond, or the session cannot be read.
-        """
-        try:
-            manifest = await self._api.find(ObjectRef("TrainingSession", name))
-        except errors.KubernetesError as error:
-            raise Unavailable(wire_error(error).message) from None
-        try:
-            return read_session(manifest) if manifest is not None else None
-        except ValidationError as error:
-            raise Unavailable(
-                f"TrainingSession {name} cannot be read by this version of the server:"
-                f" {describe(error)}"
-            ) from None
-
-    def has_ended(self, placement: Placement, generation: str) -> bool:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.has_ended`: a pod may still write after its endpoint is gone."""
-        return False
-
-    def unsaved(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.unsaved`: the disk of a pod is deleted together with the pod."""
-        return None
-
-    def journals(self, placement: Placement) -> Path | None:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.journals`: those of a pod are in the pod."""
-        return None
-
     def may_have_journals(self, placement: Placement) -> bool:
         """See `SessionProvider.may_have_journals`."""
         model = self.base_model(placement.base_model)
         return model is not None and model.spec.head.durability.level != "none"
-
-    def newly_ended(self) -> list[str]:
-        """See `SessionProvider.newly_ended`: the conditions of sessions report lost runs."""
-        return []
 
     def invalidate(self, endpoint: HeadEndpoint) -> None:
         """See `SessionProvider.invalidate`."""
@@ -457,8 +355,8 @@ class KubernetesProvider:
         """See `SessionProvider.release`: the operator saves a checkpoint and deletes the pods."""
         if placement.model is None or placement.options.session is not None:
             return
-        session = await self._confirmed(placement)
-        if session is None or not _belongs(session, placement):
+        session = await self._placed.confirmed(placement)
+        if session is None:
             return
         try:
             await self._delete(session)
@@ -470,14 +368,3 @@ class KubernetesProvider:
         self._endpoints.forget(name)
         self._activity_annotator.forget(name)
         self._last_errors.pop(name, None)
-
-
-def _name(placement: Placement) -> str:
-    return placement.options.session or session_spec.session_name(placement)
-
-
-def _belongs(session: TrainingSessionView, placement: Placement) -> bool:
-    """Whether a session found by its name may serve a placement."""
-    if placement.options.session is not None:
-        return session.spec.owner == placement.owner
-    return session_spec.is_of(session, placement)

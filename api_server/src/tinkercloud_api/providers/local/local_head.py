@@ -4,14 +4,12 @@ A head outlives a server that is killed, for as long as its lease allows. The ne
 through the file `heads/<name>/head.json`, and its runs continue. A server that is stopped normally
 stops its heads as well. They suspend their runs, which the next server's heads resume.
 
-A head holds a lock on `heads/<name>/head.lock` while its process lives (it inherits the open file),
-so that every server can detect its end, even one that did not start it. Until then the head may
-still be writing suspended runs, and no other head may replace it.
+A head holds a lock while its process lives (`head_folder`). Until it has ended, it may still be
+writing suspended runs, and no other head may replace it.
 """
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,12 +20,10 @@ import signal
 import socket
 import sys
 import time
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import IO
 
 import aiohttp
 import structlog
@@ -42,6 +38,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.providers.head_progress import describe, weight_bytes
+from tinkercloud_api.providers.local.head_folder import HeadFolder, lock_content
 from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
@@ -57,10 +54,8 @@ _ADOPT_SECONDS = 5.0
 _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
 """Time for a head to exit after its own shutdown timeout, before it is killed."""
-_LOG_TAIL_BYTES = 4096
 _PROGRESS_SECONDS = 15.0
 """How often a server logs that a head is still loading."""
-_IS_ERROR = re.compile(r'"level": "(error|critical)"|Error\b')
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +85,7 @@ class LocalHead:
         self._settings = settings
         self._client = client
         self._record_usage = record_usage
-        self._folder = settings.state_dir.absolute() / "heads" / _slug(model.name)
-        self._reason = self._folder / "reason"
+        self._folder = HeadFolder(settings.state_dir.absolute() / "heads" / _slug(model.name))
         self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
@@ -99,9 +93,9 @@ class LocalHead:
         self._backoff = Backoff()
         self._started_at = time.monotonic()
         self._weight_bytes = weight_bytes(Path(model.local_path)) if model.local_path else 0
-        self.unsaved = self._folder / "unsaved"
+        self.unsaved = self._folder.path / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
-        self.journals = self._folder / "journals"
+        self.journals = self._folder.path / "journals"
         """Folder of the journals of its runs, from which the next head continues them."""
         self.endpoint: HeadEndpoint | None = None
         self.newly_ended: list[str] = []
@@ -148,15 +142,14 @@ class LocalHead:
             return await self._start_once()
 
     async def _start_once(self) -> HeadEndpoint:
-        self._folder.mkdir(parents=True, exist_ok=True)
         token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
-        self._write_secret("token", token)
+        self._folder.write_secret("token", token)
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen(2048)
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             config = self._config(generation, listener.fileno())
-            (self._folder / "config.json").write_text(config.model_dump_json(indent=2))
+            (self._folder.path / "config.json").write_text(config.model_dump_json(indent=2))
             self._process = await self._spawn(listener.fileno())
         endpoint = HeadEndpoint(url, token, generation)
         log.info(
@@ -171,19 +164,19 @@ class LocalHead:
         await self._check_protocol(endpoint, self._process)
         self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
-        self._write_secret("head.json", json.dumps(asdict(record)))
+        self._folder.write_secret("head.json", json.dumps(asdict(record)))
         return endpoint
 
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
-        self._keep_log()
-        with self._lock_file() as lock, (self._folder / "head.log").open("wb") as output:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._reason.unlink(missing_ok=True)
+        folder = self._folder
+        folder.keep_log()
+        with folder.locked() as lock, folder.log.open("wb") as output:
+            folder.reason.unlink(missing_ok=True)
             # Left behind by killed heads; the lock guarantees that none of them is running.
-            await asyncio.to_thread(shutil.rmtree, self._folder / "scratch", ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, folder.path / "scratch", ignore_errors=True)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "tinkercloud_worker", str(self._folder / "config.json")),
+                *("-m", "tinkercloud_worker", str(folder.path / "config.json")),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -192,21 +185,8 @@ class LocalHead:
                 env=_head_environment(),
             )
             lock.truncate(0)
-            lock.write(f"{process.pid} {_checksum(process.pid)}")
+            lock.write(lock_content(process.pid))
             return process
-
-    def _keep_log(self) -> None:
-        """Keep the log of the last head that was ready, which may show why it ended.
-
-        Failed starts do not replace it: their reasons are in the server's own log.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            (self._folder / "head.json").unlink()
-            (self._folder / "head.log").replace(self._folder / "head.log.1")
-
-    def _lock_file(self) -> IO[str]:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return (self._folder / "head.lock").open("a+")
 
     def _config(self, generation: str, fd: int) -> HeadConfig:
         settings = self._settings
@@ -217,11 +197,11 @@ class LocalHead:
             head=_slug(self._model.name),
             generation=generation,
             model=BaseModelSource(name=self._model.name, path=self._model.local_path or ""),
-            token_file=str(self._folder / "token"),
+            token_file=str(self._folder.path / "token"),
             checkpoint_root=settings.checkpoint_url,
-            scratch_dir=str(self._folder / "scratch" / generation),
+            scratch_dir=str(self._folder.path / "scratch" / generation),
             unsaved_dir=str(self.unsaved),
-            reason_file=str(self._reason),
+            reason_file=str(self._folder.reason),
             listen=Listen(fd=fd),
             trainer=settings.trainer,
             sampler=settings.sampler,
@@ -259,17 +239,17 @@ class LocalHead:
                 f" {self.progress()}; if the machine is busy or the model large, raise"
                 " TINKERCLOUD_HEAD_START_SECONDS"
             )
-        reason, code = self._stated_reason(), process.returncode or 0
+        reason, code = self._folder.stated_reason(), process.returncode or 0
         if reason is None and code != -signal.SIGKILL:
             # A killed head has no time to log why.
-            reason = self._logged_error()
+            reason = self._folder.logged_error()
         if reason is None and code < 0:
             number = signal.Signals(-code).name
             raise _Killed(
                 f"{failed} because it was killed by {number}, as the system does if memory is short"
-                f" ({self._folder / 'head.log'})"
+                f" ({self._folder.log})"
             )
-        raise HeadFailed(f"{failed} because it exited: {reason or self._last_line(code)}")
+        raise HeadFailed(f"{failed} because it exited: {reason or self._folder.last_line(code)}")
 
     async def _check_protocol(
         self, endpoint: HeadEndpoint, process: asyncio.subprocess.Process
@@ -282,25 +262,6 @@ class LocalHead:
             raise HeadFailed(
                 f"{why}; restart the server, which was installed again since it started"
             )
-
-    def _stated_reason(self) -> str | None:
-        """Return why the head has ended itself; None if it has not said so."""
-        with contextlib.suppress(FileNotFoundError):
-            return self._reason.read_text().strip() or None
-        return None
-
-    def _logged_error(self) -> str | None:
-        """Return the last error that the head has logged, if any."""
-        errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
-        return errors[-1][:500] if errors else None
-
-    def _last_line(self, code: int) -> str:
-        lines = self._log_lines()
-        return f"status {code}, and its log ends with {(lines or ['nothing'])[-1][:500]}"
-
-    def _log_lines(self) -> list[str]:
-        tail = (self._folder / "head.log").read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
-        return [line for line in tail.splitlines() if line.strip()]
 
     def progress(self) -> str:
         """Describe how far the head is that loads."""
@@ -320,8 +281,8 @@ class LocalHead:
 
     async def _adopt(self) -> bool:
         try:
-            record = _Record(**json.loads((self._folder / "head.json").read_text()))
-            token = (self._folder / "token").read_text()
+            record = _Record(**json.loads((self._folder.path / "head.json").read_text()))
+            token = (self._folder.path / "token").read_text()
         except (FileNotFoundError, ValueError, TypeError):
             return False
         endpoint = HeadEndpoint(record.url, token, record.generation)
@@ -357,7 +318,7 @@ class LocalHead:
                 break
             except aiohttp.ClientError:
                 continue
-        await self._ended()
+        await self._folder.wait_until_ended()
         if self._is_stopping:
             log.info("session head stopped", model=self._model.name)
         else:
@@ -368,25 +329,6 @@ class LocalHead:
             )
         self.endpoint = None
         self.newly_ended.append(endpoint.generation)
-
-    async def _ended(self) -> None:
-        """Wait until all processes of the head have ended."""
-        with self._lock_file() as lock:
-            await asyncio.to_thread(fcntl.flock, lock, fcntl.LOCK_EX)
-
-    def _running_pid(self) -> int | None:
-        """Return the process id of the head, started by any server, or None if there is none.
-
-        Raises:
-            HeadFailed: the file that says it is damaged.
-        """
-        with self._lock_file() as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                return _pid_in(lock.read(), Path(lock.name))
-        return None
 
     async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:
         async with self._client.get(
@@ -411,10 +353,10 @@ class LocalHead:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait({self._starting})
-        pid = self._running_pid()
+        pid = self._folder.running_pid()
         if pid is None or not _signal(pid, signal.SIGTERM):
             return
-        ended = asyncio.create_task(self._ended())
+        ended = asyncio.create_task(self._folder.wait_until_ended())
         seconds = self._settings.timings.stop_seconds + _STOP_MARGIN_SECONDS
         done, _ = await asyncio.wait({ended}, timeout=seconds)
         if not done:
@@ -429,35 +371,6 @@ class LocalHead:
                 await asyncio.wait_for(self._lease, _STOP_MARGIN_SECONDS)
         if self._process is not None:
             await self._process.wait()
-
-    def _write_secret(self, name: str, content: str) -> None:
-        """Atomically write a file that only this user can read."""
-        temporary = self._folder / f".{name}.{os.getpid()}"
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(content)
-        temporary.replace(self._folder / name)
-
-
-def _checksum(pid: int) -> str:
-    return f"{zlib.crc32(str(pid).encode()):08x}"
-
-
-def _pid_in(content: str, file: Path) -> int | None:
-    """Return the process id in a lock file; None if the head has just taken the lock.
-
-    Raises:
-        HeadFailed: the file is damaged. Another process would be stopped in place of the head.
-    """
-    pid, _, checksum = content.partition(" ")
-    if pid.isdecimal() and checksum == _checksum(int(pid)):
-        return int(pid)
-    if not content:
-        return None
-    raise HeadFailed(
-        f"{file} is damaged: it should have the process id of the running session head, but has"
-        f" {content[:80]!r}; end the processes that hold this file (fuser {file}), and start again"
-    )
 
 
 def _slug(name: str) -> str:

@@ -1,7 +1,7 @@
 """Session heads as child processes of this server: one per base model, shared by all runs."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -13,6 +13,7 @@ from tinkercloud_api.providers.base import (
     Placement,
     RecordUsage,
     ServedModel,
+    SessionProvider,
     unknown_base_model,
 )
 from tinkercloud_api.providers.head_http_client import open_client
@@ -22,8 +23,8 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 
-class LocalProvider:
-    """Implements `providers.base.SessionProvider`."""
+class LocalProvider(SessionProvider):
+    """Session heads that all runs of a base model share, and that this process starts."""
 
     def __init__(self, models: list[ServedModel], settings: Settings) -> None:
         self._models = {model.name: model for model in models}
@@ -78,12 +79,6 @@ class LocalProvider:
             raise NotFound(unknown_base_model(placement.base_model, self.models()))
         return await head.acquire()
 
-    async def changed(self, placement: Placement) -> None:
-        """See `SessionProvider.changed`: the models of a local head are not moved."""
-
-    async def confirm(self, placement: Placement) -> None:
-        """See `SessionProvider.confirm`: this process starts the heads itself."""
-
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
         reason = f"the session head of {placement.base_model!r} is loading the model"
@@ -94,22 +89,6 @@ class LocalProvider:
     def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: all local heads are shared."""
         return [head.endpoint for head in self._heads.values() if head.endpoint is not None]
-
-    def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.placed_on`: only the catalog says which runs exist."""
-        return None
-
-    def runs(self) -> list[str]:
-        """See `SessionProvider.runs`: heads are shared by all runs of a base model."""
-        return []
-
-    def degraded(self) -> Mapping[str, str]:
-        """See `SessionProvider.degraded`: heads that are shared are asked themselves."""
-        return {}
-
-    async def is_gone(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.is_gone`: a local head can always be restarted."""
-        return False
 
     def has_ended(self, placement: Placement, generation: str) -> bool:
         """See `SessionProvider.has_ended`."""
@@ -127,19 +106,9 @@ class LocalProvider:
         head = self._heads.get(placement.base_model)
         return head.journals if head is not None else None
 
-    def may_have_journals(self, placement: Placement) -> bool:  # noqa: ARG002 - part of the interface
-        """See `SessionProvider.may_have_journals`: this process reads them itself."""
-        return False
-
     def newly_ended(self) -> list[str]:
         """See `SessionProvider.newly_ended`."""
         ended = [generation for head in self._heads.values() for generation in head.newly_ended]
         for head in self._heads.values():
             head.newly_ended.clear()
         return ended
-
-    def invalidate(self, endpoint: HeadEndpoint) -> None:
-        """See `SessionProvider.invalidate`: not needed, as the lease detects the end of a head."""
-
-    async def release(self, placement: Placement) -> None:
-        """See `SessionProvider.release`: local heads are shared, so there is nothing to remove."""

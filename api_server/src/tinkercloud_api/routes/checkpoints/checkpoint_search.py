@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from pydantic import AwareDatetime, Field
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.catalog.runs.searches import CheckpointSearch
+from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.responses.listings import CheckpointSearchAnswer, CheckpointSearchPosition
 from tinkercloud_protocol.wire.errors import InvalidRequest

@@ -62,10 +62,11 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunIn
     try:
         row = caller.require(found, f"training run {run_id!r}")
     except NotFound:
-        if found is not None and (public := await server.checkpoints.public_of_run(run_id)):
-            return _run_info(found, public)
-        raise
-    await server.checkpoints.discover(run_id)
+        public = [each for each in await server.checkpoints.of_run(run_id) if each.public]
+        if found is None or not public:
+            raise
+        return _run_info(found, public)
+    await server.checkpoints.index.discover(run_id)
     return _run_info(row, await server.checkpoints.of_run(run_id))
 
 
@@ -73,7 +74,7 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> TrainingRunIn
 async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> CheckpointList:
     """List all checkpoints of a run, oldest first."""
     await _visible_run(run_id, server, caller)
-    await server.checkpoints.discover(run_id)
+    await server.checkpoints.index.discover(run_id)
     return CheckpointList(checkpoints=await server.checkpoints.of_run(run_id))
 
 

@@ -118,8 +118,8 @@ async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body
         Unavailable: the head is not ready; the message states the reason.
     """
     server, locator = call.server, call.server.locator
-    await locator.authorize_sampler(sampler_id, call.principal)
-    if (run_id := await locator.run_of_sampler(sampler_id)) is not None:
+    await locator.known.authorize_sampler(sampler_id, call.principal)
+    if (run_id := await locator.known.run_of_sampler(sampler_id)) is not None:
         server.activity.touch(run_id)
     endpoint = await wait_for_head(
         locator.head_of_sampler(sampler_id), lambda: locator.sampler_pending(sampler_id)

@@ -172,7 +172,7 @@ async def join_sampling_session(
     except InvalidRequest as error:
         # An id that the server has never given.
         raise NotFound(error.message) from None
-    await server.locator.authorize_sampler(sampler_id, caller)
+    await server.locator.known.authorize_sampler(sampler_id, caller)
     return JoinSamplingSessionAnswer(client_counter=await server.sampler_clients.join(sampler_id))
 
 

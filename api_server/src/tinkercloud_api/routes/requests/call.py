@@ -228,7 +228,7 @@ async def head_for_run(call: Call, model_id: str) -> Destination:
         HeadFailed: its head failed to start; the message states the reason.
     """
     locator = call.server.locator
-    await locator.authorize_run(model_id, call.principal)
+    await locator.known.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
     return await find_head(
         call,

@@ -52,7 +52,7 @@ async def retrieve(call: Call, seconds: float) -> None:
     body = await call.request.body()
     name = parse_json(RetrieveFutureRequest, body).request_id
     if (model_id := unloading.unloaded_model(name)) is not None:
-        await call.server.locator.authorize_run(model_id, call.principal)
+        await call.server.locator.known.authorize_run(model_id, call.principal)
         await respond(call.send, (await unloading.result_of(model_id, call.server)).body)
         return
     if (loss_id := loss_routes.created_loss(name)) is not None:
@@ -82,7 +82,7 @@ async def _retrieve_training(
     call: Call, request_id: RequestId, body: bytes, seconds: float
 ) -> None:
     target, locator = str(request_id.target), call.server.locator
-    may_change = await locator.authorize_run(target, call.principal)
+    may_change = await locator.known.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
         head = _after_deliveries(call, target, locator.head_of_run(target))
@@ -108,7 +108,7 @@ async def _retrieve_training(
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, seconds: float) -> None:
     target, locator = str(request_id.target), call.server.locator
-    may_change = await locator.authorize_sampler(target, call.principal)
+    may_change = await locator.known.authorize_sampler(target, call.principal)
     try:
         head = _after_deliveries(call, target, locator.head_of_sample(target))
         endpoint = await _wait_while_polling(head, seconds)
@@ -122,7 +122,7 @@ async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, secon
         return
     # A head that does not know the request is not the one that received it. On 410 the SDK sends
     # the sampling request again.
-    replace = {404: _GONE} if await locator.can_sample_again(target) else {}
+    replace = {404: _GONE} if await locator.known.can_sample_again(target) else {}
     poll = partial(
         call.forward_once,
         endpoint,
@@ -193,7 +193,7 @@ async def cancel_future(call: Call) -> None:
     if not isinstance(request_id.target, SamplingSessionId):
         raise InvalidRequest("request_id: only sampling requests can be cancelled")
     target = str(request_id.target)
-    await call.server.locator.authorize_sampler(target, call.principal)
+    await call.server.locator.known.authorize_sampler(target, call.principal)
     with suppress(Unavailable):
         await call.server.checkpoints.deferred.remove(target, request_id.seq_id)
     try:

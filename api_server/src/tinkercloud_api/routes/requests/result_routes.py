@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.heads.head_locator import placement_of
+from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.requests import future_routes
 from tinkercloud_api.routes.requests.answers import StateAnswer
 from tinkercloud_api.routes.requests.call import Call

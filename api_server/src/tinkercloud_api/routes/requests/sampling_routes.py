@@ -50,8 +50,8 @@ async def route_sample(call: Call) -> RoutedSample:
         is_long = len(body) > SMALL_BODY_BYTES
         named = await asyncio.to_thread(_named, body) if is_long else _named(body)
         sampler_id = await call.server.sampling_sessions.of(named, call.principal)
-    await locator.authorize_sampler(sampler_id, call.principal)
-    if (run_id := await locator.run_of_sampler(sampler_id)) is not None:
+    await locator.known.authorize_sampler(sampler_id, call.principal)
+    if (run_id := await locator.known.run_of_sampler(sampler_id)) is not None:
         call.server.activity.touch(run_id)
     extra = {routes.WEIGHTS_HEADER: named.as_header()} if named is not None else {}
     return RoutedSample(sampler_id, body, extra)

@@ -223,7 +223,8 @@ async def _forward_unnamed_save(
     if asked.status == HTTPStatus.OK:
         promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
         name = default_name(RequestId.parse(promise["request_id"]).seq_id)
-        await checkpoints.record_pending(replace(unnamed, name=name), call.principal.owner)
+        named = replace(unnamed, name=name)
+        await call.server.catalog.record_pending_checkpoint(named, call.principal.owner)
     for message in response:
         await call.send(message)
 
@@ -244,7 +245,7 @@ async def _record_sampler(call: Call, model_id: ModelId, index: int) -> None:
             model_path=None,
             run_id=run.id,
         )
-        await call.server.locator.add_sampler(row)
+        await call.server.locator.known.add_sampler(row)
 
 
 def _path_or_none(run_id: str, kind: CheckpointKind, name: str) -> CheckpointPath | None:

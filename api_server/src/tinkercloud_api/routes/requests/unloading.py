@@ -34,7 +34,7 @@ class UnloadModelRequest(WireModel):
 async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
     """Delete a model. This is idempotent."""
     model_id = str(ModelId.parse(request.model_id))
-    await server.locator.authorize_run(model_id, caller)
+    await server.locator.known.authorize_run(model_id, caller)
     await server.training_runs.unload(model_id)
     log.info("model unloaded", model_id=model_id, owner=caller.owner)
     promise = future_responses.promise(f"{model_id}{_SUFFIX}", model_id=model_id)

@@ -21,7 +21,7 @@ router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
 async def run_program(request: RunProgramRequest, server: Server, caller: Caller) -> ProgramInfo:
     """Train a model with RLVE, or run a Python file or an installed module on the server."""
     if request.model_id is not None:
-        await server.locator.authorize_run(request.model_id, caller)
+        await server.locator.known.authorize_run(request.model_id, caller)
         if request.rlve_config is not None:
             run = caller.require(
                 await server.catalog.run(request.model_id), f"model {request.model_id!r}"

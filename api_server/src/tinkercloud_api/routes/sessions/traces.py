@@ -10,7 +10,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.heads.head_locator import placement_of
+from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.checkpoints.download_routes import base_url
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.responses.account_listings import TraceExport

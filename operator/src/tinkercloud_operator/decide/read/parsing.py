@@ -10,11 +10,11 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.times import parse_time
-from tinkercloud_crds.training_session import TrainingSessionStatus
+from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.read.pod_problems import is_true, problem_of, program_failure
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Node, Pod, ProgramPod
+from tinkercloud_operator.spec.snapshot import Node, Pod, ProgramPod, SessionObject
 
 _BLOCKING_EFFECTS = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints that keep new pods off a node."""
@@ -229,3 +229,33 @@ def base_model(manifest: Manifest) -> BaseModelSpec | None:
         return BaseModelSpec.model_validate(manifest.get("spec", {}))
     except ValidationError:
         return None
+
+
+def session_object(manifest: Manifest) -> SessionObject | None:
+    """Read a TrainingSession; None if this version of the operator cannot read it."""
+    metadata = manifest["metadata"]
+    annotations = metadata.get("annotations", {})
+    created = parse_time(metadata["creationTimestamp"])
+    try:
+        spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
+        status = session_status(manifest)
+    except ValidationError:
+        return None
+    if created is None:
+        return None
+    return SessionObject(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        created=created,
+        deleted=parse_time(metadata.get("deletionTimestamp")),
+        has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
+        is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
+        spec=spec,
+        status=status,
+        last_activity=last_activity(manifest),
+        degraded=annotations.get(labels.DEGRADED),
+        leave_node=annotations.get(labels.LEAVE_NODE),
+        retried=parse_time(annotations.get(labels.RETRY)),
+    )

@@ -6,7 +6,7 @@ indexes by session.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -17,50 +17,35 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import CORDON, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_crds.tenant import TenantSpec
-from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Change, Manifest, Objects
-from tinkercloud_operator.children.secret_marker import has_secret
-from tinkercloud_operator.decide.pods.deadlines import ending_head
 from tinkercloud_operator.decide.pods.disruptions import taints_to_leave
-from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster, taken_by
-from tinkercloud_operator.decide.read import parsing, pod_problems
+from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.session_facts import age, is_live
 from tinkercloud_operator.decide.session.status import head_url
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
+from tinkercloud_operator.run.cluster.session_children import (
+    CHILD_KINDS,
+    PROGRAM_POD,
+    SessionChildren,
+    session_of,
+)
 from tinkercloud_operator.run.tenancy.session_index import SessionIndex
 from tinkercloud_operator.run.tenancy.start_order import StartOrder
 from tinkercloud_operator.run.tenancy.tenant_quotas import TenantQuotas
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_operator.spec.snapshot import (
     Answers,
-    ChildKey,
-    Children,
     Observed,
     OwnerLimits,
     Platform,
     Pod,
     PoolCluster,
     PoolPlace,
-    ProgramPod,
-    SessionObject,
-    SessionPods,
 )
 
 Metadata = Mapping[str, Any]
-
-CHILD_KINDS = (
-    "RayCluster",
-    "Service",
-    "ConfigMap",
-    "NetworkPolicy",
-    "PodDisruptionBudget",
-    "ResourceClaimTemplate",
-    "Job",
-)
-_PROGRAM_POD = "ProgramPod"
-"""Pods of programs, which are kept apart from the session's own pods."""
 
 _PLACING = frozenset({"TrainingSession", "RayCluster", "Pod"})
 """Kinds that determine whether a session's pods are scheduled."""
@@ -72,7 +57,7 @@ def _kept(kind: str, manifest: Manifest) -> Manifest:
 
 
 def _objects_of(kind: str) -> Objects[Manifest]:
-    return Objects(partial(_kept, "Pod" if kind == _PROGRAM_POD else kind))
+    return Objects(partial(_kept, "Pod" if kind == PROGRAM_POD else kind))
 
 
 @dataclass(slots=True)
@@ -90,21 +75,18 @@ class Watched:
     quotas: TenantQuotas = field(default_factory=TenantQuotas)
     _child_objects: dict[str, Objects[Manifest]] = field(
         default_factory=lambda: {
-            kind: _objects_of(kind) for kind in ("Pod", _PROGRAM_POD, *CHILD_KINDS)
+            kind: _objects_of(kind) for kind in ("Pod", PROGRAM_POD, *CHILD_KINDS)
         }
     )
     """By kind."""
+    children: SessionChildren = field(default_factory=SessionChildren)
     _owners: SessionIndex = field(default_factory=SessionIndex)
-    _children: dict[str, dict[ChildKey, Manifest]] = field(default_factory=dict)
-    """Children by session."""
-    _failures: dict[str, Manifest] = field(default_factory=dict)
-    """By session: its last failed pod, which may be gone."""
     _turns: StartOrder = field(default_factory=StartOrder)
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> set[str]:
         """Note the state of one object; return the sessions to reconcile."""
         if kind == "Pod" and parsing.is_of_program(manifest):
-            kind = _PROGRAM_POD
+            kind = PROGRAM_POD
         change = self._objects(kind).note(manifest, is_gone=is_gone)
         return set() if change is None else self._apply(kind, manifest, change)
 
@@ -121,7 +103,7 @@ class Watched:
             of_programs = [each for each in listed if parsing.is_of_program(each)]
             own = [each for each in listed if not parsing.is_of_program(each)]
             return self._replace(kind, own, version) | self._replace(
-                _PROGRAM_POD, of_programs, version
+                PROGRAM_POD, of_programs, version
             )
         return self._replace(kind, manifests, version)
 
@@ -140,9 +122,9 @@ class Watched:
         reserves anything: all other methods read, or note what exists.
         """
         session = self.sessions.get(name)
-        if session is None or _session_object(session) is None:
+        if session is None or parsing.session_object(session) is None:
             return
-        has_cluster = self.has_cluster(name)
+        has_cluster = self.children.has_cluster(name)
         if self.resolved(session) is None:
             self.quotas.reject(session, self.offering, has_cluster=has_cluster)
         else:
@@ -163,27 +145,17 @@ class Watched:
             now: the current time.
         """
         manifest = self.sessions.get(name)
-        session = _session_object(manifest) if manifest is not None else None
+        session = parsing.session_object(manifest) if manifest is not None else None
         if manifest is None or session is None:
             return None
-        everything = self._children.get(name, {})
-        children = _of_session(everything, session.uid)
+        children, pods = self.children.observed(name, session.uid)
         base_model = self._base_model(session.spec.base_model)
         return Observed(
             session=session,
             base_model=base_model,
             limits=self._limits(manifest, session.spec.owner, base_model),
-            children=Children(
-                own=_without_pods(children),
-                predecessors={key: each for key, each in everything.items() if key not in children},
-                has_secret=has_secret(name, children),
-            ),
-            pods=SessionPods(
-                required=pods_of(children, are_scaled=False),
-                scaled=pods_of(children, are_scaled=True),
-                of_program=_program_pods(children),
-                failed=failed_pod(self._failures.get(name), children),
-            ),
+            children=children,
+            pods=pods,
             pool=pool,
             platform=platform,
             answers=answers,
@@ -201,23 +173,10 @@ class Watched:
             start_order_message=self._turn_message(session) if quota_message is None else None,
         )
 
-    def has_only_ready_pods(self, name: str) -> bool:
-        """Whether a session has pods, and all of them are Ready."""
-        children = self._children.get(name, {})
-        pods = [parsing.pod(item) for key, item in children.items() if key.kind == "Pod"]
-        return bool(pods) and all(pod.is_ready for pod in pods)
-
-    def cluster_of(self, name: str) -> Manifest | None:
-        """Return the RayCluster of a session, if it has one of its own."""
-        return self._children.get(name, {}).get(ChildKey("RayCluster", name))
-
-    def has_cluster(self, name: str) -> bool:
-        """Whether a session has a RayCluster of its own."""
-        return self.cluster_of(name) is not None
-
     def may_start(self, session: Manifest) -> bool:
         """Whether a session has no RayCluster, and its tenant's limits allow it to start."""
-        return not (self.has_cluster(session["metadata"]["name"]) or self._quota_message(session))
+        has_cluster = self.children.has_cluster(session["metadata"]["name"])
+        return not (has_cluster or self._quota_message(session))
 
     def pool_cluster(self, session: str) -> PoolCluster | None:
         """Return the pool cluster of a session, or its spare, if it has one that exists."""
@@ -239,7 +198,7 @@ class Watched:
             name=name,
             endpoint=head_url(name, namespace) if is_serving else None,
             incarnation=status.incarnation,
-            has_pods=self.has_cluster(name),
+            has_pods=self.children.has_cluster(name),
             conditions=status.conditions,
         )
 
@@ -255,16 +214,8 @@ class Watched:
         """
         named = {each["spec"].get("poolCluster") for each in self.sessions_of(model_name)}
         gone = named - self.sessions.keys() - {None}
-        found = {name: self._ending_head(str(name), now) for name in gone}
+        found = {name: self.children.ending_head(str(name), now) for name in gone}
         return {str(name): head for name, head in found.items() if head is not None}
-
-    def _ending_head(self, gone: str, now: datetime) -> Pod | None:
-        """Return the running head of a session that is gone; its RayCluster may be known still.
-
-        A head without a RayCluster as its owner was orphaned: nothing deletes it.
-        """
-        pods = pods_of(_without_orphans(self._children.get(gone, {})), are_scaled=False)
-        return ending_head((replace(pod, is_terminating=True) for pod in pods), now)
 
     def members_of(self, cluster: Manifest) -> list[str]:
         """Return the sessions that a pool cluster serves."""
@@ -279,24 +230,13 @@ class Watched:
         """Return the sessions of a base model."""
         return list(self._owners.of_model(model_name))
 
-    def with_pods_on(self, nodes: frozenset[str]) -> list[str]:
-        """Return the sessions that have pods on some nodes."""
-        return [
-            session
-            for session, children in self._children.items()
-            if any(
-                key.kind == "Pod" and item["spec"].get("nodeName") in nodes
-                for key, item in children.items()
-            )
-        ]
-
     def must_leave(self, name: str, nodes: frozenset[str]) -> bool:
         """Return whether a session has pods on cordoned nodes that it needs and must leave."""
         session = self.sessions.get(name)
         if session is None or not nodes:
             return False
         found = taints_to_leave(
-            pods_of(self._children.get(name, {}), are_scaled=False),
+            self.children.required_pods(name),
             self._base_model(session["spec"].get("baseModel", "")),
             dict.fromkeys(nodes, frozenset({CORDON})),
             session["metadata"].get("annotations", {}).get(labels.LEAVE_NODE),
@@ -320,7 +260,7 @@ class Watched:
 
     def _is_ordered(self, session: Manifest) -> bool:
         """Return whether a session has to wait for its turn to create its pods."""
-        return self.starts_in_order and not self.has_cluster(session["metadata"]["name"])
+        return self.starts_in_order and not self.children.has_cluster(session["metadata"]["name"])
 
     def _turn_message(self, session: Manifest) -> str | None:
         """Return why other sessions have their pods first, if any compete with this one."""
@@ -330,9 +270,8 @@ class Watched:
 
     def _quota_message(self, session: Manifest) -> str | None:
         """Return which limit of its owner's tenant a session waits for, if any."""
-        message = self.quotas.waiting_message(
-            session, self.offering, has_cluster=self.has_cluster(session["metadata"]["name"])
-        )
+        has_cluster = self.children.has_cluster(session["metadata"]["name"])
+        message = self.quotas.waiting_message(session, self.offering, has_cluster=has_cluster)
         is_rejected = message is not None and self.resolved(session) is None
         return None if is_rejected else message
 
@@ -360,7 +299,7 @@ class Watched:
         """Note what a session uses of its tenant's limits; return those that may now start."""
         known = self.sessions.get(session)
         if known is not None:
-            has_cluster = self.has_cluster(session)
+            has_cluster = self.children.has_cluster(session)
             return self.quotas.note(known, self.offering, has_cluster=has_cluster)
         if change is not None and change.before is not None:
             return self.quotas.forget(change.before)
@@ -370,7 +309,7 @@ class Watched:
         if kind == "BaseModel":
             model_name = manifest["spec"].get("modelName", "")
             return {item["metadata"]["name"] for item in self.sessions_of(model_name)}
-        session = _session_of(kind, manifest["metadata"])
+        session = session_of(kind, manifest["metadata"])
         concerned = {session} if session in self.sessions else set()
         known = self.sessions.get(session)
         if kind == "TrainingSession" and (known is None or not is_live(known)):
@@ -392,15 +331,18 @@ class Watched:
         affected: set[str] = set()
         if kind == "Tenant":
             return self.quotas.replace_tenants(self.tenants.values())
+        session = session_of(kind, manifest["metadata"])
         if kind == "TrainingSession":
             self._index_session(change)
-            affected = self._note_quota(change.name, change)
+            affected = self._note_quota(session, change)
         elif kind != "BaseModel":
-            affected = self._index_child(kind, manifest, change)
+            affected = self.children.index(kind, manifest, change) & self.sessions.keys()
+        if kind == "Pod" and session in self.sessions:
+            self.children.remember(session, manifest)
         if kind == "RayCluster":
-            affected |= self._note_quota(_session_of(kind, manifest["metadata"]))
+            affected |= self._note_quota(session)
         if kind in _PLACING:
-            affected |= self._next_turns(_session_of(kind, manifest["metadata"]))
+            affected |= self._next_turns(session)
         return affected | self._concerned(kind, manifest)
 
     def _index_session(self, change: Change[Manifest]) -> None:
@@ -409,121 +351,10 @@ class Watched:
         if change.after is not None:
             self._owners.put(change.after)
         else:
-            self._failures.pop(change.name, None)
-
-    def _index_child(self, kind: str, manifest: Manifest, change: Change[Manifest]) -> set[str]:
-        """Update the children of the sessions affected; return the one that lost a child, if any.
-
-        A child changes its session when somebody edits its owners or labels.
-        """
-        key = ChildKey(kind, change.name)
-        session = _session_of(kind, manifest["metadata"])
-        before = session
-        if change.before is not None:
-            before = _session_of(kind, change.before["metadata"])
-            self._remove_child(before, key)
-        if change.after is not None:
-            self._children.setdefault(session, {})[key] = change.after
-        if kind == "Pod" and session in self.sessions:
-            self._remember(session, manifest)
-        return {before} & self.sessions.keys() if before != session else set()
-
-    def _remove_child(self, session: str, key: ChildKey) -> None:
-        children = self._children.get(session, {})
-        children.pop(key, None)
-        if not children:
-            self._children.pop(session, None)
+            self.children.failures.pop(change.name, None)
 
     def _next_turns(self, session: str) -> set[str]:
         """Return the sessions whose turn to start may have come because of a change to another."""
-        own = self._children.get(session, {})
+        own = self.children.of(session)
         is_turn_of_others = self._turns.note(session, self.sessions.get(session), own)
         return self._turns.next(self.offering) if is_turn_of_others else set()
-
-    def _remember(self, session: str, pod: Manifest) -> None:
-        """Remember a session's pod that has failed, until another is ready in its place."""
-        last = self._failures.get(session)
-        # Of one that is deleted at once, its deletion alone may be seen.
-        if pod_problems.has_failed(pod):
-            self._failures[session] = parsing.slim("Pod", pod)
-        elif last is not None and parsing.replaces(pod, last):
-            del self._failures[session]
-
-
-def _session_object(manifest: Manifest) -> SessionObject | None:
-    """Read a TrainingSession; None if this version of the operator cannot read it."""
-    metadata = manifest["metadata"]
-    annotations = metadata.get("annotations", {})
-    created = parse_time(metadata["creationTimestamp"])
-    try:
-        spec = TrainingSessionSpec.model_validate(manifest.get("spec", {}))
-        status = parsing.session_status(manifest)
-    except ValidationError:
-        return None
-    if created is None:
-        return None
-    return SessionObject(
-        name=metadata["name"],
-        namespace=metadata["namespace"],
-        uid=metadata["uid"],
-        generation=metadata.get("generation", 0),
-        created=created,
-        deleted=parse_time(metadata.get("deletionTimestamp")),
-        has_finalizer=labels.FINALIZER in metadata.get("finalizers", []),
-        is_declared=spec.model_id is None and labels.CREATED_FOR not in annotations,
-        spec=spec,
-        status=status,
-        last_activity=parsing.last_activity(manifest),
-        degraded=annotations.get(labels.DEGRADED),
-        leave_node=annotations.get(labels.LEAVE_NODE),
-        retried=parse_time(annotations.get(labels.RETRY)),
-    )
-
-
-def _of_session(children: Mapping[ChildKey, Manifest], uid: str) -> dict[ChildKey, Manifest]:
-    """Return the children that do not belong to an earlier session with the same name."""
-    return {key: item for key, item in children.items() if _session_uid(item) in {uid, None}}
-
-
-def _without_pods(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
-    """Return the children that are not pods."""
-    kinds = {"Pod", _PROGRAM_POD}
-    return {key: item for key, item in children.items() if key.kind not in kinds}
-
-
-def _without_orphans(children: Mapping[ChildKey, Manifest]) -> dict[ChildKey, Manifest]:
-    """Return the children without pods that no RayCluster owns."""
-    return {
-        key: item
-        for key, item in children.items()
-        if key.kind != "Pod"
-        or any(each["kind"] == "RayCluster" for each in item["metadata"].get("ownerReferences", []))
-    }
-
-
-def _program_pods(children: Mapping[ChildKey, Manifest]) -> tuple[ProgramPod, ...]:
-    return tuple(
-        parsing.program_pod(item) for key, item in children.items() if key.kind == _PROGRAM_POD
-    )
-
-
-def _session_of(kind: str, metadata: Metadata) -> str:
-    """Return the session that an object is, or belongs to.
-
-    Owner references take precedence, as labels are easier to edit; pods are owned by their
-    RayCluster.
-    """
-    if kind == "TrainingSession":
-        return str(metadata["name"])
-    for owner in metadata.get("ownerReferences", []):
-        if owner["kind"] == "TrainingSession":
-            return str(owner["name"])
-    found = metadata.get("labels", {})
-    of_program = found.get(labels.PROGRAM_LABEL, "")
-    return str(of_program if kind == _PROGRAM_POD else found.get(labels.SESSION_LABEL, ""))
-
-
-def _session_uid(child: Manifest) -> str | None:
-    """Return the uid of the session that owns a child; None for pods, owned by the RayCluster."""
-    owners = child["metadata"].get("ownerReferences", [])
-    return next((str(owner["uid"]) for owner in owners if owner["kind"] == "TrainingSession"), None)

@@ -109,7 +109,7 @@ class Pools:
 
     def note_cordons(self, nodes: frozenset[str]) -> None:
         """Record which nodes are cordoned."""
-        for name in self._watched.with_pods_on(nodes ^ self._cordoned):
+        for name in self._watched.children.with_pods_on(nodes ^ self._cordoned):
             session = self._watched.sessions.get(name)
             if session is not None and is_of_pool(session):
                 self._queue.add(str(session["spec"].get("baseModel", "")))

@@ -96,7 +96,7 @@ class Spares:
         """
         self._promised.pop(session, None)
         known = self._watched.sessions.get(session)
-        if known is None or not self.concern(known) or self._watched.has_cluster(session):
+        if known is None or not self.concern(known) or self._watched.children.has_cluster(session):
             return
         model_name = str(known["spec"].get("baseModel", ""))
         plan = plan_spares(self.facts(model_name))
