@@ -30,13 +30,12 @@ from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
-    LossOutput,
     OptimizerStep,
     Publication,
     TrainingPass,
     TrainingState,
 )
-from tinkercloud_worker.engine.turns.engine_thread import Unshared, YieldPoint
+from tinkercloud_worker.engine.turns.engine_thread import Unshared
 from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
 from tinkercloud_worker.head.backend import Backend, random_seed
@@ -140,7 +139,6 @@ class Operations:
         self._check_alive()
         if not request.forward_only:
             self._report_lost_gradient()
-        trainer = self._backend.trainer
         runs_here, job = is_small(request), await self._preparation(request)
         images = self._backend.image_work
         batch = job() if runs_here else await images.run(len(request.images), job)
@@ -151,17 +149,11 @@ class Operations:
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
-        if (batcher := trainer.batcher) is not None:
-            training_pass = TrainingPass(self._name, batch)
-            if self._backend.config.durability.exact:
-                batcher = Unshared(batcher)
-            queued = self._backend.thread.run_batched(batcher, training_pass, share)
-            output: LossOutput = await self._unless_lost(queued)
-        else:
-            run = trainer.forward if batch.forward_only else trainer.forward_backward
-            output = await self._compute(
-                lambda yield_point: run(self._name, batch, yield_point), share
-            )
+        batcher = self._backend.trainer.batcher
+        if self._backend.config.durability.exact:
+            batcher = Unshared(batcher)
+        queued = self._backend.thread.run_batched(batcher, TrainingPass(self._name, batch), share)
+        output = await self._unless_lost(queued)
         tokens = batch.num_tokens
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
@@ -194,15 +186,10 @@ class Operations:
         return future_responses.finished({"metrics": dict(metrics)})
 
     async def _step(self, params: AdamParams) -> Mapping[str, float]:
-        backend = self._backend
         share = self._share(_STEP_TOKENS, continues=True)
-        stepper = backend.trainer.stepper
-        if stepper is None:
-            return await self._compute(
-                lambda _: backend.trainer.optim_step(self._name, params), share
-            )
         step = OptimizerStep(self._name, params)
-        return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
+        queued = self._backend.thread.run_batched(self._backend.trainer.stepper, step, share)
+        return await self._unless_lost(queued)
 
     def _share(self, tokens: int, *, continues: bool = False) -> Share:
         return Share(self._spec.owner, self._name, tokens, continues, self.is_followed)
@@ -397,22 +384,18 @@ class Operations:
             raise InvalidRequest(f"model {self._name}: {self._refused}")
 
     async def _on_thread(self, job: Callable[[], None]) -> None:
-        await self._compute(lambda _: job())
+        await self._unless_lost(self._backend.thread.run(lambda _: job()))
 
     def why_waiting(self) -> str | None:
         """Return how much is computed before the running request; None if it does not wait."""
         return self._backend.thread.why_waiting(self._spec.owner, self._name)
 
-    async def _compute(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
-        """Run a job on the engine's thread, as one that waits for its turn if it has a share.
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a lightweight job on the engine's thread.
 
         Raises:
             StateLost: the engine has lost the model; the message says what to resume from.
         """
-        return await self._unless_lost(self._backend.thread.run(job, share))
-
-    async def run_lightweight(self, job: Callable[[], T]) -> T:
-        """Run a lightweight job on the engine's thread. Raises as `_compute`."""
         return await self._unless_lost(self._backend.thread.run_lightweight(job))
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:

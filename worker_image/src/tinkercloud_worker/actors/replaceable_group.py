@@ -1,0 +1,146 @@
+"""A group of ranks that is replaced when it is lost, with the models that survived.
+
+The states of these are salvaged when the loss is noticed; the next command starts another group
+with them. `HeldModels` records what else the loss has cost.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
+from tinkercloud_worker.actors.held_models import HeldModels, consequence_of
+from tinkercloud_worker.actors.memberships import memberships_of
+from tinkercloud_worker.actors.rank_memory import RankMemory
+from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
+from tinkercloud_worker.engine.ranks import Membership
+from tinkercloud_worker.engine.trainer import GradientLost, TrainingState
+
+T = TypeVar("T")
+
+
+class ReplaceableGroup:
+    """See the module. All commands to the ranks go through it."""
+
+    def __init__(
+        self,
+        start: Callable[[threading.Event], RankGroup],
+        weight_host: RankWeightHost | None,
+    ) -> None:
+        """Start the ranks; the arguments are those of `RankedTrainer`.
+
+        Raises:
+            RanksUnavailable: the group could not be started.
+        """
+        self._start = start
+        self._weight_host = weight_host
+        self.held = HeldModels()
+        self._no_more_starts = threading.Event()
+        self.memory = RankMemory()
+        self.current = start(self._no_more_starts)
+        """The group of the last start, which may be lost."""
+        try:
+            self.memberships: Sequence[Membership] = memberships_of(self.current)
+            if weight_host is not None:
+                weight_host.attach_to(self.current)
+        except BaseException:
+            self.current.close()
+            raise
+        self._base_fingerprint = self.memberships[0].base_fingerprint
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.current.close()
+
+    def stop_starting(self) -> None:
+        """Start no other group. May be called on any thread."""
+        self._no_more_starts.set()
+
+    def add(self, model_id: str, lora_config: LoraConfig | None) -> None:
+        """Create a model at all ranks; raises as `RankedTrainer.add_model`."""
+        self.command(lambda group: self.memory.add(group, model_id, lora_config))
+
+    def bring_in(self, models: Sequence[str]) -> None:
+        """Page models in at all ranks.
+
+        Raises:
+            Overloaded: there is no room for all of them.
+            RanksLost: a rank was lost meanwhile.
+        """
+        self.command(lambda group: self.memory.bring_in(group, models))
+
+    def check_exists(self, model_id: str) -> None:
+        """Check that a model exists.
+
+        Raises:
+            StateLost: the model is lost.
+        """
+        self.held.check_exists(model_id, self.current.loss)
+
+    def model_command(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
+        """Run a command for a model.
+
+        Raises:
+            StateLost: the model is lost.
+            GradientLost: a rank was lost meanwhile; the model continues without a gradient.
+        """
+        self.check_exists(model_id)
+        try:
+            return self.command(command)
+        except RanksLost as error:
+            self.check_exists(model_id)
+            raise GradientLost(consequence_of(error.message)) from error
+
+    def command(self, command: Callable[[RankGroup], T]) -> T:
+        """Run a command, in a new group if the last was lost; salvage states if this one is.
+
+        Raises:
+            RanksLost: a rank was lost meanwhile.
+            RanksUnavailable: the last group was lost, and no other could be started.
+        """
+        if not self.current.is_alive:
+            self._replace()
+        group = self.current
+        try:
+            return command(group)
+        finally:
+            if not group.is_alive:
+                states: Mapping[str, TrainingState] = group.salvaged or {}
+                self.held.note_group_lost(states, group.loss or "")
+                self.memory.note_loss()
+
+    def call_if_alive(self, method: str, *args: object) -> None:
+        """Run a command unless the group is lost: a lost group needs no cleanup."""
+        if self.current.is_alive:
+            self.command(lambda group: group.call_independently(method, *args))
+
+    def measure_if_due(self) -> None:
+        """Measure the memory of the ranks now and then. The next command reports a lost rank."""
+        if self.current.is_alive and self.memory.is_due:
+            with suppress(RanksLost):
+                self.command(self.memory.measure)
+
+    def _replace(self) -> None:
+        """Start another group with the models of the lost one. It can be repeated after a failure.
+
+        Raises:
+            RanksUnavailable: the group could not be started, or was lost immediately.
+        """
+        group, salvaged = self._start(self._no_more_starts), self.held.salvaged
+        try:
+            for model_id in self.memory.restart(self.held.names & salvaged.keys()):
+                state = salvaged[model_id]
+                self.memory.add_back(group, model_id, state.weights.lora)
+                group.call("import_state", model_id, state)
+            memberships = memberships_of(group, self._base_fingerprint)
+            if self._weight_host is not None:
+                self._weight_host.attach_to(group)
+        except BaseException as error:
+            group.close()
+            self.memory.note_loss()
+            if isinstance(error, RanksLost):
+                raise RanksUnavailable(f"the ranks started but were lost: {error}") from error
+            raise
+        self.current, self.memberships, self.held.salvaged = group, memberships, {}
