@@ -29,8 +29,8 @@ def test_a_model_that_no_surviving_rank_has_is_lost_with_the_reason() -> None:
 
 def test_only_an_unapplied_gradient_is_lost_and_its_model_shares_no_pass() -> None:
     models = held("stepped", "waiting")
-    models.note_gradients(["stepped", "waiting"])
-    models.note_applied(["stepped"])
+    models.unapplied.update({"stepped", "waiting"})
+    models.unapplied.discard("stepped")
 
     models.note_group_lost({"stepped": STATE, "waiting": STATE}, "rank 1 died")
 
@@ -39,7 +39,7 @@ def test_only_an_unapplied_gradient_is_lost_and_its_model_shares_no_pass() -> No
         models.check_gradient("waiting")
     assert models.may_share("stepped")
     assert not models.may_share("waiting")
-    assert not models.has_gradient("waiting")
+    assert not models.unapplied
     models.forget_gradient("waiting")
     models.check_gradient("waiting")
 

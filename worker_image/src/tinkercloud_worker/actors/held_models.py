@@ -14,54 +14,42 @@ class HeldModels:
 
     def __init__(self) -> None:
         """Start without models."""
-        self._names: set[str] = set()
-        self._whole: set[str] = set()
-        """Those of `_names` that are fully fine-tuned."""
+        self.names: set[str] = set()
+        """The models that exist."""
+        self.whole: set[str] = set()
+        """Those of them that are fully fine-tuned."""
         self.salvaged: dict[str, TrainingState] = {}
         """States of the models of a lost group, until they are in another group."""
-        self._unapplied: set[str] = set()
+        self.unapplied: set[str] = set()
         """Models with an unapplied gradient."""
         self._lost_gradients: dict[str, str] = {}
         """Models that have lost a gradient, and why, until a request has reported it."""
         self._lost: dict[str, str] = {}
         """Lost models, and why."""
 
-    @property
-    def names(self) -> Collection[str]:
-        """The models that exist."""
-        return frozenset(self._names)
-
-    def is_whole(self, model_id: str) -> bool:
-        """Whether a model is fully fine-tuned."""
-        return model_id in self._whole
-
     def may_share(self, model_id: str) -> bool:
         """Whether this is a LoRA adapter with no unreported gradient loss."""
         return (
-            model_id in self._names
-            and model_id not in self._whole
+            model_id in self.names
+            and model_id not in self.whole
             and model_id not in self._lost_gradients
         )
 
     def add(self, model_id: str, *, is_whole: bool) -> None:
         """Record a new model."""
-        self._names.add(model_id)
-        (self._whole.add if is_whole else self._whole.discard)(model_id)
+        self.names.add(model_id)
+        (self.whole.add if is_whole else self.whole.discard)(model_id)
         self._lost.pop(model_id, None)
 
     def remove(self, model_id: str) -> bool:
         """Forget a model; return whether it existed."""
         self._lost.pop(model_id, None)
-        if model_id not in self._names:
+        if model_id not in self.names:
             return False
-        self._names.remove(model_id)
+        self.names.remove(model_id)
         self.salvaged.pop(model_id, None)
         self.forget_gradient(model_id)
         return True
-
-    def clear(self) -> None:
-        """Forget which models exist."""
-        self._names.clear()
 
     def check_exists(self, model_id: str, loss: str | None) -> None:
         """Check that a model exists.
@@ -73,7 +61,7 @@ class HeldModels:
         Raises:
             StateLost: it was lost.
         """
-        if model_id not in self._names:
+        if model_id not in self.names:
             raise StateLost(
                 f"model {model_id} was lost when ranks that held it ended"
                 f" ({self._lost.get(model_id, loss)}); create a training client from its last"
@@ -82,33 +70,21 @@ class HeldModels:
 
     def note_group_lost(self, states: Mapping[str, TrainingState], reason: str) -> None:
         """Record that a group was lost, and with it all models but these, and all gradients."""
-        self._lost |= dict.fromkeys(self._names - states.keys(), reason)
-        self._names &= states.keys()
-        self.salvaged = {model_id: states[model_id] for model_id in self._names}
-        self.note_gradients_lost(self._unapplied, reason)
-        self._unapplied.clear()
-
-    def has_gradient(self, model_id: str) -> bool:
-        """Whether a model has an unapplied gradient."""
-        return model_id in self._unapplied
-
-    def note_gradients(self, models: Collection[str]) -> None:
-        """Record that models have unapplied gradients."""
-        self._unapplied.update(models)
-
-    def note_applied(self, models: Collection[str]) -> None:
-        """Record that the gradients of models are no longer unapplied."""
-        self._unapplied.difference_update(models)
+        self._lost |= dict.fromkeys(self.names - states.keys(), reason)
+        self.names &= states.keys()
+        self.salvaged = {model_id: states[model_id] for model_id in self.names}
+        self.note_gradients_lost(self.unapplied, reason)
+        self.unapplied.clear()
 
     def note_gradients_lost(self, models: Collection[str], reason: str) -> None:
         """Record that models, those of them that exist, have lost their gradients."""
         self._lost_gradients |= dict.fromkeys(
-            self._names.intersection(models), consequence_of(reason)
+            self.names.intersection(models), consequence_of(reason)
         )
 
     def forget_gradient(self, model_id: str) -> None:
         """Record that a model has no gradient, nor a loss to report."""
-        self._unapplied.discard(model_id)
+        self.unapplied.discard(model_id)
         self._lost_gradients.pop(model_id, None)
 
     def check_gradient(self, model_id: str) -> None:

@@ -100,7 +100,7 @@ class RankedTrainer:
 
     def close(self) -> None:
         """End the ranks."""
-        self._held.clear()
+        self._held.names.clear()
         if self._weight_host is not None:
             self._weight_host.close()
         self.group.close()
@@ -117,7 +117,7 @@ class RankedTrainer:
             RanksLost: a rank was lost meanwhile; the model was not created.
             RanksUnavailable: the last group was lost, and no other could be started.
         """
-        self.group.add(model_id, lora_config)
+        self.group.command(lambda group: self.group.memory.add(group, model_id, lora_config))
         self._held.add(model_id, is_whole=lora_config is None)
 
     def remove_model(self, model_id: str) -> None:
@@ -175,7 +175,7 @@ class RankedTrainer:
     def _adding_pass(
         self, model_id: str, batch: Batch, yield_point: Callable[[], None]
     ) -> LossOutput:
-        self._held.note_gradients([model_id])
+        self._held.unapplied.add(model_id)
         return self._pass("forward_backward", model_id, batch, yield_point)
 
     @contextmanager
@@ -192,7 +192,7 @@ class RankedTrainer:
         self._report_lost_gradient(model_id)
         with self._forgetting_gradient(model_id):
             self._bring_in(model_id)
-        self._held.note_applied([model_id])
+        self._held.unapplied.discard(model_id)
         self.group.model_command(model_id, lambda group: group.call("sum_gradient", model_id))
         metrics = self.group.model_command(
             model_id, lambda group: group.call_independently("optim_step", model_id, params)
@@ -229,7 +229,7 @@ class RankedTrainer:
         if shares is None:
             weights = self._salvaged_weights(model_id)
             return lambda: weights
-        if self._weight_host is not None and self._held.is_whole(model_id):
+        if self._weight_host is not None and model_id in self._held.whole:
             with suppress(GradientLost):
                 self.group.model_command(model_id, self._weight_host.attach_to)
                 return partial(self._weight_host.store_or_copy, shares)
@@ -272,7 +272,7 @@ class RankedTrainer:
             GradientLost: it was lost with a rank, and no request has reported it.
         """
         shares = None
-        if self._held.has_gradient(model_id):
+        if model_id in self._held.unapplied:
             shares = self._shares("share_gradient", model_id)
         self._held.check_gradient(model_id)
         return shares.gradient() if shares is not None else None
@@ -284,7 +284,7 @@ class RankedTrainer:
             model_id, lambda group: group.call_independently("import_gradient", model_id, gradient)
         )
         self._held.forget_gradient(model_id)
-        self._held.note_gradients([model_id])
+        self._held.unapplied.add(model_id)
 
     def shared_pass(
         self, items: Sequence[TrainingPass], shards: Sequence[Shards]
@@ -308,7 +308,7 @@ class RankedTrainer:
         )
         # Only now: a pass that fails is repeated, so it must not count as a lost gradient.
         if not items[0].batch.forward_only:
-            self._held.note_gradients(models)
+            self._held.unapplied.update(models)
         self.group.measure_if_due()
         return outputs_of(answers, shards, self.group.memberships)
 
@@ -324,14 +324,14 @@ class RankedTrainer:
         models = [step.model_id for step in steps]
         self.group.bring_in(models)
         self.group.command(lambda group: group.call("sum_gradients", models))
-        self._held.note_applied(models)
+        self._held.unapplied.difference_update(models)
         try:
             metrics = self.group.command(
                 lambda group: group.call_independently("optim_steps", steps)
             )
         except Exception as error:
             if isinstance(error, WireError) and self.group.current.is_alive:
-                self._held.note_gradients(models)
+                self._held.unapplied.update(models)
             else:
                 # Another group has none of these gradients: a step there would apply nothing. If
                 # the ranks did not fail, theirs are sums, and another step would sum them again.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.held_models import HeldModels, consequence_of
 from tinkercloud_worker.actors.memberships import memberships_of
@@ -57,10 +56,6 @@ class ReplaceableGroup:
     def stop_starting(self) -> None:
         """Start no other group. May be called on any thread."""
         self._no_more_starts.set()
-
-    def add(self, model_id: str, lora_config: LoraConfig | None) -> None:
-        """Create a model at all ranks; raises as `RankedTrainer.add_model`."""
-        self.command(lambda group: self.memory.add(group, model_id, lora_config))
 
     def bring_in(self, models: Sequence[str]) -> None:
         """Page models in at all ranks.
