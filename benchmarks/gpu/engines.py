@@ -100,7 +100,7 @@ def a_trainer(
 
 def step(trainer: DirectTrainer, batch: Batch, model_id: str = MODEL) -> None:
     """Compute a batch's gradient and discard it."""
-    trainer.forward_backward(model_id, batch, lambda: None)
+    trainer.forward_backward(model_id, batch)
     trainer.discard_gradient(model_id)
 
 
@@ -189,6 +189,6 @@ def trained_logprobs(
     """Return the trainer's logprobs of tokens sampled after a prompt."""
     ids = np.asarray([*prompt, *drawn], np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
-    output = trainer.forward(model_id, a_batch(trainer, [datum]), lambda: None)
+    output = trainer.forward(model_id, a_batch(trainer, [datum]))
     logprobs: np.ndarray = output.logprobs[0][len(prompt) - 1 :]
     return logprobs

@@ -153,7 +153,7 @@ def _against_others(
 
 
 def _run(trainer: DirectTrainer, data: Sequence[Datum]) -> LossOutput:
-    return trainer.forward_backward(MODEL, a_batch(trainer, data), lambda: None)
+    return trainer.forward_backward(MODEL, a_batch(trainer, data))
 
 
 def steps(bench: Bench) -> Iterator[Measurement]:
@@ -181,7 +181,7 @@ def steps(bench: Bench) -> Iterator[Measurement]:
         torch_trainer.import_state(MODEL, state)
         arrived = torch_trainer.export_state(MODEL)
         here, there = (
-            np.concatenate(each.forward(MODEL, a_batch(each, data), lambda: None).logprobs)
+            np.concatenate(each.forward(MODEL, a_batch(each, data)).logprobs)
             for each in (trainer, torch_trainer)
         )
     yield handed_over(state, arrived, largest_error(np.abs(here - there)))

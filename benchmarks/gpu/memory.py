@@ -94,7 +94,7 @@ def _measure(
         data = a_batch(trainer, random_data(shape, [batch.length] * batch.sequences))
 
         def whole_step() -> None:
-            trainer.forward_backward(MODEL, data, lambda: None)
+            trainer.forward_backward(MODEL, data)
             trainer.optim_step(MODEL, AdamParams())
 
         whole_step()

@@ -196,7 +196,7 @@ def test_forward_changes_nothing(ranked: RankedTrainer) -> None:
     ranked.add_model("m", LORA)
 
     batch = prepare(a_request(random_data([8, 2, 5])), ranked.limits)
-    output = ranked.forward("m", batch, lambda: None)
+    output = ranked.forward("m", batch)
 
     assert [len(logprobs) for logprobs in output.logprobs] == [8, 2, 5]
     assert ranked.export_gradient("m") is None

@@ -56,7 +56,7 @@ def one_rank(family: str) -> TorchTrainer:
 
 def run(trainer: DirectTrainer, examples: Sequence[Example]) -> LossOutput:
     batch = Batch(examples, "cross_entropy", forward_only=False)
-    return trainer.forward_backward("m", batch, lambda: None)
+    return trainer.forward_backward("m", batch)
 
 
 def assert_same_steps(

@@ -110,7 +110,7 @@ def test_scoring_changes_nothing_and_an_empty_share_is_scored_along(trainers: Tr
     sharded.add_model("m", LORA)
 
     batch = prepare(a_request(random_data([9])), sharded.limits)
-    output = sharded.forward("m", batch, lambda: None)
+    output = sharded.forward("m", batch)
 
     assert [len(logprobs) for logprobs in output.logprobs] == [9]
     assert sharded.export_gradient("m") is None
@@ -275,12 +275,12 @@ def test_full_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) -> 
     sharded.add_model("m", None)
     data = random_data([9, 4])
     batch = prepare(a_request(data), sharded.limits)
-    before = sharded.forward("other", batch, lambda: None)
+    before = sharded.forward("other", batch)
 
     step(sharded, [5, 9, 3], seed=0)
 
-    after = sharded.forward("other", batch, lambda: None)
-    trained = sharded.forward("m", batch, lambda: None)
+    after = sharded.forward("other", batch)
+    trained = sharded.forward("m", batch)
     assert np.array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
@@ -332,7 +332,7 @@ def test_a_full_model_over_a_base_in_bfloat16_is_computed_in_it_as_on_one_rank(
     run(sharded, random_data([9, 4]))
 
     assert first[-1] != first[0]
-    outputs = (trainer.forward("m", batch, lambda: None) for trainer in (sharded, single))
+    outputs = (trainer.forward("m", batch) for trainer in (sharded, single))
     ours, theirs = (np.concatenate(output.logprobs) for output in outputs)
     np.testing.assert_array_equal(ours, theirs)
     assert_close(*(gradient_of(trainer) for trainer in (sharded, single)), rtol=0.02)

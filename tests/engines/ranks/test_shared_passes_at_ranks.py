@@ -103,7 +103,7 @@ def a_pass(
 
 
 def run(trainer: RankedTrainer, item: TrainingPass) -> LossOutput:
-    return trainer.forward_backward(item.model_id, item.batch, lambda: None)
+    return trainer.forward_backward(item.model_id, item.batch)
 
 
 def shared(
@@ -214,7 +214,7 @@ def test_forward_passes_are_shared_and_change_no_gradient(
     outputs = ranked.batcher.run_batch(items, nothing)
 
     for item, output in zip(items, outputs, strict=True):
-        assert_alike(output, ranked.forward(item.model_id, item.batch, nothing))
+        assert_alike(output, ranked.forward(item.model_id, item.batch))
         assert ranked.export_gradient(item.model_id) is None
 
 

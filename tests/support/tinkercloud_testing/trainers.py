@@ -33,7 +33,7 @@ def run(
 ) -> LossOutput:
     """Add the gradient of a batch to a model's."""
     batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward(model_id, batch, lambda: None)
+    return trainer.forward_backward(model_id, batch)
 
 
 async def together(

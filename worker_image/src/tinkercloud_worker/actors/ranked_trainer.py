@@ -136,17 +136,15 @@ class RankedTrainer:
         """See `Trainer.memory_bytes`: those at the rank where it takes the most."""
         return self.group.memory.bytes_of(model_id)
 
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
         """See `DirectTrainer.forward`."""
-        return self._pass("forward", model_id, batch, yield_point)
+        return self._pass("forward", model_id, batch)
 
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
         """See `DirectTrainer.forward_backward`."""
         self._report_lost_gradient(model_id)
         with self._forgetting_gradient(model_id):
-            return self._adding_pass(model_id, batch, yield_point)
+            return self._adding_pass(model_id, batch)
 
     def custom_pieces(
         self, model_id: str, batch: Batch, uploaded: UploadedLoss
@@ -158,7 +156,7 @@ class RankedTrainer:
         """
 
         def score(linear: Batch) -> LossOutput:
-            return self._pass("forward", model_id, linear, _nothing)
+            return self._pass("forward", model_id, linear)
 
         if batch.forward_only:
             return (yield from custom_passes.forward(batch, uploaded, score))
@@ -167,16 +165,14 @@ class RankedTrainer:
         def run(linear: Batch) -> LossOutput:
             # A rank may have been lost during the pause.
             self._report_lost_gradient(model_id)
-            return self._adding_pass(model_id, linear, _nothing)
+            return self._adding_pass(model_id, linear)
 
         with self._forgetting_gradient(model_id):
             return (yield from custom_passes.forward_backward(batch, uploaded, score, run))
 
-    def _adding_pass(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def _adding_pass(self, model_id: str, batch: Batch) -> LossOutput:
         self._held.unapplied.add(model_id)
-        return self._pass("forward_backward", model_id, batch, yield_point)
+        return self._pass("forward_backward", model_id, batch)
 
     @contextmanager
     def _forgetting_gradient(self, model_id: str) -> Iterator[None]:
@@ -340,19 +336,16 @@ class RankedTrainer:
             raise
         return cast("list[Mapping[str, float]]", metrics)
 
-    def _pass(
-        self, method: str, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def _pass(self, method: str, model_id: str, batch: Batch) -> LossOutput:
         self._bring_in(model_id)
         item = TrainingPass(model_id, batch)
         shards = divided([batch], self.group.memberships)
         parts = parts_of_ranks([item], shards, self.group.memberships)
-        arguments = [(model_id, part.batch, _nothing) for [part] in parts]
+        arguments = [(model_id, part.batch) for [part] in parts]
         outputs = self.group.model_command(
             model_id, lambda group: group.call_each(method, arguments)
         )
         self.group.measure_if_due()
-        yield_point()
         [merged] = outputs_of([[output] for output in outputs], shards, self.group.memberships)
         return merged
 
@@ -396,7 +389,3 @@ class RankedTrainer:
             self.group.call_if_alive("discard_gradient", model_id)
             self._held.forget_gradient(model_id)
             raise
-
-
-def _nothing() -> None:
-    """Do nothing: no sampler runs at ranks."""

@@ -213,7 +213,7 @@ class RankedPasses:
         while True:
             shard = range(start, self._end_of_piece(batch, start, limit))
             part = batch if len(shard) == examples else select_examples(batch, shard)
-            outputs.append(compute(item.model_id, part, _nothing))
+            outputs.append(compute(item.model_id, part))
             shards.append(shard)
             start = shard.stop
             if start == examples:
@@ -260,7 +260,3 @@ class RankedSteps:
         """See `engine.thread.Batcher`: a step is one piece."""
         yield from ()
         return self._trainer.optim_step(item.model_id, item.params)
-
-
-def _nothing() -> None:
-    """Do nothing: no sampler runs at ranks."""

@@ -241,12 +241,10 @@ class Trainer(ModelHolder, Protocol):
 class DirectTrainer(ModelHolder, Protocol):
     """Computes for one model at a time, at once: what ranks do, on behalf of a `Trainer`."""
 
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
         """Compute logprobs and loss without changing anything."""
 
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
         """Compute logprobs and loss, and add the gradient of the loss to the model's."""
 
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:

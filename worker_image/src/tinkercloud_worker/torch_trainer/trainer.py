@@ -156,15 +156,13 @@ class TorchTrainer(AdamTrainer, Trainer):
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
 
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
         """See `DirectTrainer.forward`."""
-        return run_through(self._pieces(model_id, batch, self._evaluate), yield_point)
+        return run_through(self._pieces(model_id, batch, self._evaluate), lambda: None)
 
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
         """See `DirectTrainer.forward_backward`."""
-        return run_through(self._pieces(model_id, batch, self._run), yield_point)
+        return run_through(self._pieces(model_id, batch, self._run), lambda: None)
 
     def pieces(self, item: TrainingPass, limit: PieceLimit) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass in micro-batches.
