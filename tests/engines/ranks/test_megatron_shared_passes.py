@@ -151,7 +151,7 @@ def a_pass(
 
 def run(trainer: RankedTrainer, item: TrainingPass) -> LossOutput:
     compute = trainer.forward if item.batch.forward_only else trainer.forward_backward
-    return compute(item.model_id, item.batch, nothing)
+    return compute(item.model_id, item.batch)
 
 
 def nothing() -> None: ...

@@ -151,7 +151,7 @@ async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alo
     for each, output in zip(passes, outputs, strict=True):
         run = alone.forward if each.batch.forward_only else alone.forward_backward
         assert isinstance(output, LossOutput)
-        assert equal(output, run(each.model_id, each.batch, lambda: None))
+        assert equal(output, run(each.model_id, each.batch))
     for name in (*MODELS, "whole"):
         assert torch.equal(gradient(trainer, name), gradient(alone, name))
     # All had started before any had ended.
