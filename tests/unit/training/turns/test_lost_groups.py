@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_protocol.wire.errors import StateLost
-from tinkercloud_worker.actors.held_models import HeldModels
+from tinkercloud_worker.actors.replaceable_group import HeldModels
 from tinkercloud_worker.engine.trainer import GradientLost, TrainingState, WeightsSnapshot
 
 STATE = TrainingState(WeightsSnapshot(None, {}), None, 3)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -49,51 +50,37 @@ _PATIENCE_SECONDS = 20.0
 """How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
 
 
+@dataclass(eq=False)
 class LocalJournal:
     """The requests of a run on the local disk, in segments, and the manifest.
 
     No head continues a journal without its manifest.
     """
 
-    def __init__(
-        self,
-        folder: JournalFolder,
-        manifest: JournalManifest,
-        threads: ThreadPoolExecutor,
-        *,
-        fsync: bool,
-    ) -> None:
-        """Begin with the first segment; the manifest exists already, or is written later.
+    folder: JournalFolder
+    manifest: JournalManifest
+    threads: ThreadPoolExecutor
+    """Where files are written."""
+    fsync: bool
+    on_failure: Callable[[Exception], None] = lambda _: None
+    """Called if writing fails. Nothing is written from then on, until another segment begins."""
+    _number: int = field(default=1, init=False)
+    _bytes_before: int = field(default=0, init=False)
+    """Bytes of the segments before the last one."""
 
-        Args:
-            folder: of the run.
-            manifest: of the journal.
-            threads: where files are written.
-            fsync: whether a record is durable only once it is on the disk.
-        """
-        self._folder, self._manifest = folder, manifest
-        self._threads, self._fsync = threads, fsync
-        self.on_failure: Callable[[Exception], None] = lambda _: None
-        """Called if writing fails. Nothing is written from then on, until another segment begins.
-        """
-        self._number = 1
-        self._bytes_before = 0
-        """Bytes of the segments before the last one."""
+    def __post_init__(self) -> None:
         self.writer = self._open(0)
         """Writes the last segment."""
 
     def _open(self, next_index: int) -> JournalWriter:
         return JournalWriter(
-            self._folder,
-            self._threads,
+            self.folder,
+            self.threads,
             number=self._number,
             next_index=next_index,
-            fsync=self._fsync,
-            on_failure=self._failed,
+            fsync=self.fsync,
+            on_failure=lambda error: self.on_failure(error),  # noqa: PLW0108 - it may be set later
         )
-
-    def _failed(self, error: Exception) -> None:
-        self.on_failure(error)
 
     @property
     def num_bytes(self) -> int:
@@ -118,31 +105,31 @@ class LocalJournal:
 
     async def remove_earlier(self) -> None:
         """Remove the segments before the last one, whose requests a snapshot has."""
-        await self._in_thread(lambda: self._folder.remove_before(self._number))
+        await self._in_thread(lambda: self.folder.remove_before(self._number))
         self._bytes_before = 0
 
     async def restore(self) -> None:
         """Write the manifest again after `withdraw`."""
-        await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
+        await self._in_thread(lambda: self.folder.write_manifest(self.manifest))
         if self.writer.has_failed:
             # It failed meanwhile: what it lacks is in memory only.
             await self._in_thread(self._withdraw)
 
     async def clear(self) -> None:
         """Delete all files."""
-        await self._in_thread(lambda: self._folder.clear_before(self._number + 1))
+        await self._in_thread(lambda: self.folder.clear_before(self._number + 1))
         self._bytes_before = 0
 
     def withdraw(self) -> None:
         """Remove the manifest soon, so that no head continues from files that lack requests."""
-        self._threads.submit(self._withdraw)
+        self.threads.submit(self._withdraw)
 
     def _withdraw(self) -> None:
         with suppress(OSError):
-            self._folder.withdraw()
+            self.folder.withdraw()
 
     async def _in_thread(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
 
 class DurableRun:

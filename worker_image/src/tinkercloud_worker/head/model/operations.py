@@ -204,9 +204,9 @@ class Operations:
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
+        repeated = await self.checkpoints.begin(path, request.seq_id, overwrite=request.overwrite)
+        if repeated is not None:
+            return _saved(repeated)
         point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
@@ -230,9 +230,8 @@ class Operations:
         if (name := request.name()) is None:
             return await self._publish(request)
         path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
+            return _saved(repeated)
         weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
@@ -245,9 +244,8 @@ class Operations:
         self._check_alive()
         recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
+            return _saved(repeated)
         weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, seq_id=request.seq_id
