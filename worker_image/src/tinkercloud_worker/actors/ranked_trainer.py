@@ -103,11 +103,11 @@ class RankedTrainer:
         self._held.names.clear()
         if self._weight_host is not None:
             self._weight_host.close()
-        self.group.close()
+        self.group.current.close()
 
     def stop_waiting(self) -> None:
         """See `Trainer.stop_waiting`: no other group is started."""
-        self.group.stop_starting()
+        self.group.no_more_starts.set()
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`.

@@ -125,9 +125,10 @@ class ReplaceableGroup:
         self._start = start
         self._weight_host = weight_host
         self.held = HeldModels()
-        self._no_more_starts = threading.Event()
+        self.no_more_starts = threading.Event()
+        """Set it, on any thread, to start no other group."""
         self.memory = RankMemory()
-        self.current = start(self._no_more_starts)
+        self.current = start(self.no_more_starts)
         """The group of the last start, which may be lost."""
         try:
             self.memberships: Sequence[Membership] = memberships_of(self.current)
@@ -137,14 +138,6 @@ class ReplaceableGroup:
             self.current.close()
             raise
         self._base_fingerprint = self.memberships[0].base_fingerprint
-
-    def close(self) -> None:
-        """End the ranks."""
-        self.current.close()
-
-    def stop_starting(self) -> None:
-        """Start no other group. May be called on any thread."""
-        self._no_more_starts.set()
 
     def bring_in(self, models: Sequence[str]) -> None:
         """Page models in at all ranks.
@@ -212,7 +205,7 @@ class ReplaceableGroup:
         Raises:
             RanksUnavailable: the group could not be started, or was lost immediately.
         """
-        group, salvaged = self._start(self._no_more_starts), self.held.salvaged
+        group, salvaged = self._start(self.no_more_starts), self.held.salvaged
         try:
             for model_id in self.memory.restart(self.held.names & salvaged.keys()):
                 state = salvaged[model_id]

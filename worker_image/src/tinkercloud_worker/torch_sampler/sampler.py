@@ -25,7 +25,7 @@ from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.turns.engine_thread import Background, Tokens
 from tinkercloud_worker.engine.turns.fair_queue import Accounts
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.torch_sampler.batches import Batches, Starting
+from tinkercloud_worker.torch_sampler.batches import Batches, Prefill, Starting
 from tinkercloud_worker.torch_sampler.config import Capacity
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_sampler.decode.decoding import (
@@ -33,7 +33,6 @@ from tinkercloud_worker.torch_sampler.decode.decoding import (
     TokenSampler,
 )
 from tinkercloud_worker.torch_sampler.jobs import Job, in_turn, tokens_of_step
-from tinkercloud_worker.torch_sampler.prefill import Prefill
 from tinkercloud_worker.torch_sampler.prefixes import PrefixStore, common_length
 from tinkercloud_worker.torch_sampler.versions import Version, Versions
 

@@ -103,23 +103,17 @@ class Operations:
     async def create(self) -> Result:
         """Create the model from the base weights or from a checkpoint."""
         self._refused = "the model could not be created"
-        spec, limit = self._spec, self._backend.config.limits.max_lora_rank
-        if spec.optimizer.type != "adamw":
-            raise InvalidRequest(
-                f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
-                " others have no public definition)"
-            )
-        if spec.lora is not None and spec.lora.rank > limit:
-            raise InvalidRequest(
-                f"lora_config.rank: must be at most {limit} (limits.max_lora_rank), got"
-                f" {spec.lora.rank}"
-            )
+        spec = self._spec
+        _check_supported(spec, self._backend.config.limits.max_lora_rank)
         saved = None
         if spec.restore_from is not None:
             saved = await read_checkpoint(
                 self._backend, spec.restore_from, with_optimizer=spec.restore_optimizer
             )
-            self._check_shape(saved.state, spec.restore_from)
+            if saved.state.weights.lora is None and spec.lora is not None:
+                raise InvalidRequest(
+                    f"{spec.restore_from} holds a fully fine-tuned model, not a LoRA adapter"
+                )
         lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
         await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
         if saved is not None:
@@ -430,9 +424,18 @@ class Operations:
         if saved.gradient is not None:
             await self.restore_gradient(saved.gradient)
 
-    def _check_shape(self, state: TrainingState, uri: str) -> None:
-        if state.weights.lora is None and self._spec.lora is not None:
-            raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
+
+def _check_supported(spec: ModelSpec, max_lora_rank: int) -> None:
+    if spec.optimizer.type != "adamw":
+        raise InvalidRequest(
+            f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
+            " others have no public definition)"
+        )
+    if spec.lora is not None and spec.lora.rank > max_lora_rank:
+        raise InvalidRequest(
+            f"lora_config.rank: must be at most {max_lora_rank} (limits.max_lora_rank), got"
+            f" {spec.lora.rank}"
+        )
 
 
 def _seed_of(lora: LoraConfig) -> int:
