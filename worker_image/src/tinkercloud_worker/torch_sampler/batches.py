@@ -103,7 +103,7 @@ class Batches:
                     batch.step_each()
 
     def room(self, jobs: Sequence[Job]) -> int:
-        """Return the positions that running sequences may occupy beside waiting prompts."""
+        """Return the positions that running sequences may occupy, apart from waiting prompts."""
         # A prompt longer than the budget of waiting prompts uses memory of running sequences.
         excess = max(waiting(jobs).tokens - self.kept.tokens, 0)
         return self._config.max_cached_tokens - excess
