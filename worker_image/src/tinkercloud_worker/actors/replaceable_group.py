@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class HeldModels:
-    """Which models exist, which of them have a gradient, and what of them was lost.
+    """Which models exist, which have a gradient, and which have lost it or are lost themselves.
 
     A gradient that was lost is reported once, by the first request that would use it.
     """
