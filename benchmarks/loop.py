@@ -57,7 +57,7 @@ def _loop(server: Server, folder: str) -> Measurement:
 
     def direct() -> None:
         for _ in range(STEPS):
-            trainer.forward_backward("m", batch, lambda: None)
+            trainer.forward_backward("m", batch)
             trainer.optim_step("m", AdamParams())
 
     def through_the_sdk() -> None:

@@ -159,7 +159,7 @@ def _consistency(bench: Bench) -> Measurement:
     sequence = result.sequences[0]  # type: ignore[attr-defined]
     ids = np.asarray([*prompt, *sequence.tokens], np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
-    output = bench.trainer.forward("m", a_batch(bench.trainer, [datum]), lambda: None)
+    output = bench.trainer.forward("m", a_batch(bench.trainer, [datum]))
     gap = np.abs(output.logprobs[0][39:] - np.asarray(sequence.logprobs)).max()
     return Measurement(
         "C15", "largest gap of sampling and training logprobs", float(gap), "", "<= 1e-4", "<= 1e-5"

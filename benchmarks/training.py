@@ -49,7 +49,7 @@ def measure(folder: str) -> Iterator[Measurement]:
     vocab_size = trainer.limits.vocab_size
 
     def step(batch: Batch) -> None:
-        trainer.forward_backward("m", batch, lambda: None)
+        trainer.forward_backward("m", batch)
         trainer.discard_gradient("m")
 
     ragged = random_data([256, 24, 31, 40, 22, 64, 90, 48], vocab_size)
@@ -81,7 +81,7 @@ def _adapter_swap(trainer: TorchTrainer, vocab_size: int) -> Iterator[Measuremen
 
     def steps(*names: str) -> None:
         for name in names:
-            trainer.forward_backward(name, batch, lambda: None)
+            trainer.forward_backward(name, batch)
             trainer.optim_step(name, AdamParams())
 
     same, alternating = medians(
@@ -104,7 +104,7 @@ def _adapters_together(trainer: TorchTrainer, vocab_size: int) -> Measurement:
     ]
 
     def one_adapter() -> None:
-        trainer.forward_backward("m", whole, lambda: None)
+        trainer.forward_backward("m", whole)
         trainer.discard_gradient("m")
 
     def eight_adapters() -> None:
@@ -123,7 +123,7 @@ def _split_in_chunks(trainer: TorchTrainer, vocab_size: int) -> Measurement:
 
     def gradient(*chunks: Sequence[Datum]) -> torch.Tensor:
         for chunk in chunks:
-            trainer.forward_backward("m", a_batch(trainer, chunk), lambda: None)
+            trainer.forward_backward("m", a_batch(trainer, chunk))
         held = trainer.export_gradient("m")
         trainer.discard_gradient("m")
         assert held is not None

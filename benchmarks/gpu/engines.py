@@ -23,7 +23,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingResult,
     StopRules,
 )
-from tinkercloud_worker.engine.trainer import Trainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingState, WeightsSnapshot
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
@@ -64,7 +64,7 @@ def random_data(shape: Shape, lengths: Sequence[int]) -> list[Datum]:
     ]
 
 
-def a_batch(trainer: Trainer, data: Sequence[Datum]) -> Batch:
+def a_batch(trainer: DirectTrainer, data: Sequence[Datum]) -> Batch:
     """Return data as a batch for the trainer."""
     request = ForwardBackwardRequest(
         "s:train:0", 1, tuple(data), "cross_entropy", loss_fn_config={}, forward_only=False
@@ -72,7 +72,7 @@ def a_batch(trainer: Trainer, data: Sequence[Datum]) -> Batch:
     return prepare(request, trainer.limits)
 
 
-def fill(trainer: Trainer, model_id: str, seed: int = 1) -> dict[str, torch.Tensor]:
+def fill(trainer: DirectTrainer, model_id: str, seed: int = 1) -> dict[str, torch.Tensor]:
     """Set random, non-zero weights for both halves of an adapter, and return them."""
     state = trainer.export_state(model_id)
     generator = torch.Generator().manual_seed(seed)
@@ -98,9 +98,9 @@ def a_trainer(
     return trainer
 
 
-def step(trainer: Trainer, batch: Batch, model_id: str = MODEL) -> None:
+def step(trainer: DirectTrainer, batch: Batch, model_id: str = MODEL) -> None:
     """Compute a batch's gradient and discard it."""
-    trainer.forward_backward(model_id, batch, lambda: None)
+    trainer.forward_backward(model_id, batch)
     trainer.discard_gradient(model_id)
 
 
@@ -189,6 +189,6 @@ def trained_logprobs(
     """Return the trainer's logprobs of tokens sampled after a prompt."""
     ids = np.asarray([*prompt, *drawn], np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
-    output = trainer.forward(model_id, a_batch(trainer, [datum]), lambda: None)
+    output = trainer.forward(model_id, a_batch(trainer, [datum]))
     logprobs: np.ndarray = output.logprobs[0][len(prompt) - 1 :]
     return logprobs

@@ -46,7 +46,7 @@ def logprobs(bench: Bench) -> Iterator[Measurement]:
         trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=64)
         trainer.add_model(MODEL, LoraConfig(rank=2, seed=1))
         batch = Batch(examples, "cross_entropy", forward_only=False)
-        output = trainer.forward_backward(MODEL, batch, lambda: None)
+        output = trainer.forward_backward(MODEL, batch)
         metrics = trainer.optim_step(MODEL, AdamParams(learning_rate=1e-3))
         pairs = zip(output.logprobs, expected, strict=True)
         of_family = [float(np.abs(ours.flatten() - theirs).max()) for ours, theirs in pairs]

@@ -62,14 +62,14 @@ def snapshots(bench: Bench) -> Iterator[Measurement]:
     held, total = list[float](), list[float]()
     for _ in range(1 + max(work.rounds, 3)):
         step(trainer, batch)
-        trainer.forward_backward(MODEL, batch, lambda: None)
+        trainer.forward_backward(MODEL, batch)
         trainer.optim_step(MODEL, AdamParams(learning_rate=1e-3))
         bench.finish()
         expected = trainer.snapshot(MODEL).tensors
         began = time.perf_counter()
         take = trainer.begin_export(MODEL)
         held.append(time.perf_counter() - began)
-        trainer.forward_backward(MODEL, batch, lambda: None)
+        trainer.forward_backward(MODEL, batch)
         trainer.optim_step(MODEL, AdamParams(learning_rate=1e-3))
         taken = take()
         total.append(time.perf_counter() - began)

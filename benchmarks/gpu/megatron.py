@@ -33,7 +33,7 @@ from benchmarks.gpu.workloads import Batch, Shape
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingState
+from tinkercloud_worker.engine.trainer import DirectTrainer, LossOutput, TrainingState
 from tinkercloud_worker.megatron_trainer.devices.device import Device
 from tinkercloud_worker.megatron_trainer.devices.select_device import device_of
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
@@ -85,7 +85,7 @@ def made(bench: Bench, shape: Shape, device: Device) -> MegatronModel:
 
 def a_megatron(
     base: MegatronModel, rank: int, max_batch_tokens: int, max_kept_tokens: int | None = None
-) -> Trainer:
+) -> DirectTrainer:
     """Return a trainer with one model, an adapter of random weights, as `engines.a_trainer`."""
     trainer = MegatronTrainer(
         base, max_batch_tokens=max_batch_tokens, max_kept_tokens=max_kept_tokens
@@ -152,8 +152,8 @@ def _against_others(
     )  # fmt: skip
 
 
-def _run(trainer: Trainer, data: Sequence[Datum]) -> LossOutput:
-    return trainer.forward_backward(MODEL, a_batch(trainer, data), lambda: None)
+def _run(trainer: DirectTrainer, data: Sequence[Datum]) -> LossOutput:
+    return trainer.forward_backward(MODEL, a_batch(trainer, data))
 
 
 def steps(bench: Bench) -> Iterator[Measurement]:
@@ -181,7 +181,7 @@ def steps(bench: Bench) -> Iterator[Measurement]:
         torch_trainer.import_state(MODEL, state)
         arrived = torch_trainer.export_state(MODEL)
         here, there = (
-            np.concatenate(each.forward(MODEL, a_batch(each, data), lambda: None).logprobs)
+            np.concatenate(each.forward(MODEL, a_batch(each, data)).logprobs)
             for each in (trainer, torch_trainer)
         )
     yield handed_over(state, arrived, largest_error(np.abs(here - there)))

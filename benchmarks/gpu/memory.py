@@ -16,23 +16,23 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import gpu
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
-from tinkercloud_worker.engine.trainer import Trainer
+from tinkercloud_worker.engine.trainer import DirectTrainer
 from tinkercloud_worker.model.fused_kernels import are_fused
 
 _GIB = 1 << 30
 
-Made = Callable[[Bench, Shape, int], AbstractContextManager[Trainer]]
+Made = Callable[[Bench, Shape, int], AbstractContextManager[DirectTrainer]]
 """Creates a trainer from a shape and the tokens of a micro-batch, with activation checkpointing as
 in GPU trainer pods."""
 
 
 @contextmanager
-def _torch(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
+def _torch(bench: Bench, shape: Shape, tokens: int) -> Iterator[DirectTrainer]:
     yield a_trainer(base_of(bench, shape), bench.work.rank, tokens, max_kept_tokens=0)
 
 
 @contextmanager
-def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[Trainer]:
+def _megatron(bench: Bench, shape: Shape, tokens: int) -> Iterator[DirectTrainer]:
     # Imported here, so that the torch trainer is measured without megatron-core.
     from benchmarks.gpu.megatron import a_megatron, alone, made  # noqa: PLC0415
 
@@ -83,7 +83,10 @@ def _compare(
 
 
 def _measure(
-    bench: Bench, make: Callable[[], AbstractContextManager[Trainer]], shape: Shape, batch: Batch
+    bench: Bench,
+    make: Callable[[], AbstractContextManager[DirectTrainer]],
+    shape: Shape,
+    batch: Batch,
 ) -> tuple[int, int]:
     """Return the bytes held between steps, including moments, and the peak within a step."""
     before = torch.cuda.memory_allocated(bench.device)
@@ -91,7 +94,7 @@ def _measure(
         data = a_batch(trainer, random_data(shape, [batch.length] * batch.sequences))
 
         def whole_step() -> None:
-            trainer.forward_backward(MODEL, data, lambda: None)
+            trainer.forward_backward(MODEL, data)
             trainer.optim_step(MODEL, AdamParams())
 
         whole_step()

@@ -120,7 +120,7 @@ def float32(bench: Bench) -> Iterator[Measurement]:
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
     data = random_data(shape, LENGTHS)
     batch = a_batch(trainer, data)
-    output = trainer.forward_backward(MODEL, batch, lambda: None)
+    output = trainer.forward_backward(MODEL, batch)
     ours = trainer.export_gradient(MODEL)
     with plain_transformers():
         merged = Merged(bench, shape, base, trainer, torch.float32)
@@ -138,7 +138,7 @@ def float32(bench: Bench) -> Iterator[Measurement]:
         "N3", "gradients / Hugging Face's, float32", worst(ours, theirs), "", "<= 1e-3"
     )
     again = a_trainer(base, bench.work.rank, max_batch_tokens=64, max_kept_tokens=0)
-    again.forward_backward(MODEL, batch, lambda: None)
+    again.forward_backward(MODEL, batch)
     repeated = again.export_gradient(MODEL)
     assert repeated is not None
     yield Measurement(
@@ -152,7 +152,7 @@ def bfloat16(bench: Bench) -> Iterator[Measurement]:
     base = base_of(bench, shape)
     trainer = a_trainer(base, bench.work.rank, max_batch_tokens=64)
     data = random_data(shape, LENGTHS)
-    output = trainer.forward(MODEL, a_batch(trainer, data), lambda: None)
+    output = trainer.forward(MODEL, a_batch(trainer, data))
     with plain_transformers(), torch.no_grad():
         exact, rounded = (
             Merged(bench, shape, base, trainer, dtype) for dtype in (torch.float32, torch.bfloat16)

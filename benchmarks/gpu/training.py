@@ -15,7 +15,7 @@ from benchmarks.gpu.workloads import Batch, Shape, plain_transformers
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_worker.engine.trainer import Trainer, TrainingPass
+from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient
@@ -75,7 +75,7 @@ class Throughput:
 
 
 def throughput(
-    bench: Bench, make: Callable[[int], Trainer], shape: Shape, batch: Batch
+    bench: Bench, make: Callable[[int], DirectTrainer], shape: Shape, batch: Batch
 ) -> Throughput:
     """Measure a trainer with the largest micro-batch that fits."""
     data = random_data(shape, [batch.length] * batch.sequences)
@@ -89,7 +89,7 @@ def throughput(
     return Throughput(bench.work.rank, batch, tokens, speed, share)
 
 
-def _step_seconds(bench: Bench, trainer: Trainer, data: Sequence[Datum]) -> tuple[float, int]:
+def _step_seconds(bench: Bench, trainer: DirectTrainer, data: Sequence[Datum]) -> tuple[float, int]:
     """Return the time of a step and the adapter's elements."""
     batch = a_batch(trainer, data)
     (seconds,) = bench.seconds(lambda: step(trainer, batch))

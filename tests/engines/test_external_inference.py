@@ -95,7 +95,7 @@ async def publish(engine: Engine, sampler: InferenceSampler, name: str, seed: in
     engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
     for step in range(2):
         batch = prepare(a_request(random_data([30, 20], seed=seed + step)), engine.trainer.limits)
-        engine.trainer.forward_backward(name, batch, lambda: None)
+        engine.trainer.forward_backward(name, batch)
         engine.trainer.optim_step(name, AdamParams(learning_rate=2e-2))
     weights = engine.trainer.snapshot(name)
     await engine.sampler.publish(name, weights)

@@ -85,7 +85,7 @@ def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     trainer.discard_gradient("m")
     with counted() as kept:
-        output = trainer.forward_backward("m", batch, lambda: None)
+        output = trainer.forward_backward("m", batch)
     gradient = trainer._models["m"].trainable.gradient.clone()
     return np.concatenate(output.logprobs), gradient, sum(kept)
 
@@ -131,7 +131,7 @@ def test_a_forward_pass_keeps_nothing_for_a_backward_pass(
 
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     with counted() as kept_forward:
-        output = trainer.forward("m", batch, lambda: None)
+        output = trainer.forward("m", batch)
 
     assert kept
     # Losses are differentiated by their logprobs, in passes of both kinds.

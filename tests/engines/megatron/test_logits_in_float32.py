@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     trainer = a_trainer(tmp_path, lora)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
 
-    output = trainer.forward_backward("m", batch, lambda: None)
+    output = trainer.forward_backward("m", batch)
 
     [(layer, hidden, targets)] = layers
     tensors = trainer._models["m"].trainable.tensors
@@ -97,7 +97,7 @@ def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
 ) -> None:
     trainer = a_trainer(tmp_path, ADAPTER)
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
-    trainer.forward("m", batch, lambda: None)
+    trainer.forward("m", batch)
     torch_trainer = TorchTrainer(
         TorchBaseModel(in_dtype(tiny_qwen3(), torch.bfloat16), packed=False), max_batch_tokens=32
     )

@@ -23,7 +23,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
-from tinkercloud_worker.engine.trainer import Gradient, Trainer
+from tinkercloud_worker.engine.trainer import DirectTrainer, Gradient
 from tinkercloud_worker.lora.experts import ALIGNED_BYTES
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers import grouped_experts
@@ -102,7 +102,7 @@ def test_a_tokens_logprob_is_huggingfaces_whatever_else_is_in_the_batch(
 def test_ten_steps_equal_the_torch_trainers_which_then_continues_from_their_state(
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
-    trainers: list[Trainer] = [
+    trainers: list[DirectTrainer] = [
         megatron_trainer(str(save(MODELS[name](), tmp_path)), 1, 1),
         TorchTrainer(TorchBaseModel(MODELS[name]()), max_batch_tokens=32),
     ]
@@ -130,7 +130,7 @@ def test_ten_steps_equal_the_torch_trainers_which_then_continues_from_their_stat
 def test_ten_steps_of_a_fully_fine_tuned_mixture_go_as_the_torch_trainers(
     alone: timedelta, tmp_path: Path, make: Callable[[], PreTrainedModel]
 ) -> None:
-    trainers: list[Trainer] = [
+    trainers: list[DirectTrainer] = [
         megatron_trainer(str(save(make(), tmp_path)), 1, 1),
         TorchTrainer(TorchBaseModel(make()), max_batch_tokens=32),
     ]

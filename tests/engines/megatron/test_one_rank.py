@@ -145,7 +145,7 @@ def test_logprobs_equal_huggingfaces_with_a_fresh_adapter(alone: timedelta, tmp_
     data = random_data(LENGTHS)
 
     batch = prepare(a_request(data), megatron.limits)
-    output = megatron.forward("m", batch, lambda: None)
+    output = megatron.forward("m", batch)
 
     for got, datum in zip(output.logprobs, data, strict=True):
         logits = base(torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
@@ -258,13 +258,13 @@ def test_a_full_model_leaves_the_base_and_its_adapters_alone(
     megatron.add_model("m", None)
     megatron.add_model("other", LORA)
     batch = prepare(a_request(data), megatron.limits)
-    before = megatron.forward("other", batch, lambda: None)
+    before = megatron.forward("other", batch)
 
     run(megatron, data)
     megatron.optim_step("m", ADAM)
 
-    after = megatron.forward("other", batch, lambda: None)
-    trained = megatron.forward("m", batch, lambda: None)
+    after = megatron.forward("other", batch)
+    trained = megatron.forward("m", batch)
     assert np.array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 

@@ -91,7 +91,7 @@ def kept(trainer: MegatronTrainer, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        trainer.forward_backward("m", batch, lambda: None)
+        trainer.forward_backward("m", batch)
     weights = [*trainer._base.module.parameters(), trainer._models["m"].trainable.flat]
     known = {weight.untyped_storage().data_ptr() for weight in weights}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in saved}

@@ -22,7 +22,7 @@ from tinkercloud_worker.actors.group import (
 )
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import GradientLost, Trainer
+from tinkercloud_worker.engine.trainer import DirectTrainer, GradientLost
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -45,7 +45,9 @@ def single() -> TorchTrainer:
     return TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
 
-def step(trainer: Trainer, model_id: str, lengths: list[int], seed: int) -> tuple[float, float]:
+def step(
+    trainer: DirectTrainer, model_id: str, lengths: list[int], seed: int
+) -> tuple[float, float]:
     output = run(trainer, random_data(lengths, seed=seed), model_id=model_id)
     metrics = trainer.optim_step(model_id, ADAM)
     return output.metrics["loss:sum"], metrics["grad_norm"]
@@ -107,7 +109,7 @@ def test_ten_steps_equal_one_ranks_and_the_replicas_stay_equal_bit_for_bit(
         losses.append([step(trainer, "m", [5, 9, 3 + seed], seed) for seed in range(10)])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    first, second = weights_at_ranks(ranked._group, "m")
+    first, second = weights_at_ranks(ranked.group.current, "m")
     assert_equal(first, second, atol=0)
 
 
@@ -122,7 +124,7 @@ def test_ten_steps_of_three_ranks_equal_one_ranks_whatever_number_of_examples_th
         losses.append([step(trainer, "m", lengths[seed % 5 :], seed) for seed in range(10)])
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
-    first, *copies = weights_at_ranks(ranked._group, "m")
+    first, *copies = weights_at_ranks(ranked.group.current, "m")
     assert len(copies) == 2
     for copy in copies:
         assert_equal(first, copy, atol=0)
@@ -131,7 +133,7 @@ def test_ten_steps_of_three_ranks_equal_one_ranks_whatever_number_of_examples_th
 def test_models_without_a_seed_start_equal_on_all_ranks(ranked: RankedTrainer) -> None:
     ranked.add_model("m", LoraConfig(rank=4))
 
-    first, second = weights_at_ranks(ranked._group, "m")
+    first, second = weights_at_ranks(ranked.group.current, "m")
 
     assert_equal(first, second, atol=0)
 
@@ -194,7 +196,7 @@ def test_forward_changes_nothing(ranked: RankedTrainer) -> None:
     ranked.add_model("m", LORA)
 
     batch = prepare(a_request(random_data([8, 2, 5])), ranked.limits)
-    output = ranked.forward("m", batch, lambda: None)
+    output = ranked.forward("m", batch)
 
     assert [len(logprobs) for logprobs in output.logprobs] == [8, 2, 5]
     assert ranked.export_gradient("m") is None
@@ -203,12 +205,12 @@ def test_forward_changes_nothing(ranked: RankedTrainer) -> None:
 @pytest.fixture
 def mortal(ranked: RankedTrainer) -> Iterator[RankedTrainer]:
     yield ranked
-    for model_id in tuple(ranked._models):
+    for model_id in tuple(ranked.group.held.names):
         ranked.remove_model(model_id)
 
 
 def kill_in(mortal: RankedTrainer, method: str, *ranks: int) -> None:
-    mortal._group.call("die_in", method, *ranks)
+    mortal.group.current.call("die_in", method, *ranks)
 
 
 @pytest.mark.parametrize("method", ["forward_backward", "sum_gradient"])
@@ -241,7 +243,7 @@ def test_a_step_that_ranks_apply_when_one_is_killed_is_applied(mortal: RankedTra
     got = step(mortal, "m", [4, 6], seed=1)
 
     assert got == expected
-    assert not mortal._group.is_alive
+    assert not mortal.group.current.is_alive
     weights = [mortal.snapshot(name).tensors for name in ("m", "undisturbed")]
     assert_equal(*weights, atol=0)
 
@@ -257,7 +259,7 @@ def test_ranks_lost_while_memory_is_released_are_reported_by_the_next_step(
 
     mortal.release_memory()
 
-    assert not mortal._group.is_alive
+    assert not mortal.group.current.is_alive
     mortal.release_memory()
     with pytest.raises(GradientLost if lost == (1,) else StateLost):
         mortal.optim_step("m", ADAM)
@@ -290,7 +292,7 @@ def test_a_step_that_fails_on_all_ranks_loses_its_gradient_but_no_model(
         mortal.add_model(name, LORA)
         step(mortal, name, [5, 3], seed=0)
     before = mortal.snapshot("other").tensors
-    mortal._group.call("fail_in", "optim_step")
+    mortal.group.current.call("fail_in", "optim_step")
 
     with pytest.raises(GradientLost, match="failed in optim_step: MemoryError: no room for it"):
         step(mortal, "one", [4, 6], seed=1)
@@ -317,7 +319,7 @@ def test_salvaged_models_can_be_saved_without_ranks(mortal: RankedTrainer) -> No
     assert mortal.export_gradient("one") is None
     with pytest.raises(GradientLost, match="failed in share_state"):
         mortal.export_gradient("other")
-    assert not mortal._group.is_alive
+    assert not mortal.group.current.is_alive
 
 
 def test_no_gradient_is_requested_for_a_model_that_has_none(
@@ -328,7 +330,7 @@ def test_no_gradient_is_requested_for_a_model_that_has_none(
     kill_in(mortal, "share_gradient", 0)
 
     assert mortal.export_gradient("m") is None
-    assert mortal._group.is_alive
+    assert mortal.group.current.is_alive
 
 
 def test_without_a_surviving_rank_models_are_lost_and_new_ones_can_start(
@@ -347,7 +349,7 @@ def test_without_a_surviving_rank_models_are_lost_and_new_ones_can_start(
     with pytest.raises(StateLost, match=r"model m was lost .*failed in forward_backward"):
         run(mortal, random_data([4, 5]))
     mortal.discard_gradient("m")
-    assert mortal._group.is_alive
+    assert mortal.group.current.is_alive
     assert_equal(mortal.snapshot("restored").tensors, saved.weights.tensors, atol=0)
 
 
@@ -405,7 +407,7 @@ def test_a_model_can_be_saved_while_a_request_waits_for_a_new_group(
         assert_equal(saving.result(timeout=60).weights.tensors, before, atol=0)
     trainer.remove_model("m")
     trainer.remove_model("other")
-    assert trainer._salvaged == {}
+    assert trainer.group.held.salvaged == {}
     trainer.close()
 
 

@@ -279,7 +279,7 @@ async def test_adapters_still_go_through_the_head(ranks: Ranks) -> None:
 async def test_a_model_that_does_not_fit_on_ranks_goes_to_the_head(
     model_folder: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    group = ranks.trainer._group
+    group = ranks.trainer.group.current
     tight = RankWeightHost(replace(ranks.config, folder=tmp_path / "tight", max_bytes=1000))
     trainer = RankedTrainer(lambda _: group, tight)
     trainer.add_model("whole", None)
@@ -301,7 +301,7 @@ async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_agai
 ) -> None:
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
         await engine.publish(ranks, "sharp", 3.0)
-        ranks.trainer._group.call("die_in", "forward_backward", 1)
+        ranks.trainer.group.current.call("die_in", "forward_backward", 1)
         with pytest.raises(GradientLost):
             await asyncio.to_thread(run, ranks.trainer, random_data([5, 6]), model_id="sharp")
 
@@ -324,7 +324,7 @@ async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
             await was_asked.wait()
             # As when a rank is lost, and the next command starts others.
             ranks.host._group = None
-            await asyncio.to_thread(ranks.host.attach_to, ranks.trainer._group)
+            await asyncio.to_thread(ranks.host.attach_to, ranks.trainer.group.current)
         with pytest.raises(NotFound, match="save the weights again"):
             await publishing
 
@@ -341,7 +341,7 @@ async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
     async with engines(ranks, tmp_path, process_group="gloo") as engine:
         await engine.publish(ranks, "sharp", 3.0)
         bring = await asyncio.to_thread(ranks.trainer.publication, "sharp")
-        ranks.trainer._group.call("die_in", "forward_backward", 0)
+        ranks.trainer.group.current.call("die_in", "forward_backward", 0)
         with pytest.raises(GradientLost):
             await asyncio.to_thread(run, ranks.trainer, random_data([5, 6]), model_id="sharp")
 

@@ -51,19 +51,19 @@ def started(factory: Factory, trainer_of: TrainerOf) -> RankedTrainer:
 def ranked(started: RankedTrainer) -> Iterator[RankedTrainer]:
     yield started
     resize(started, LARGE, LARGE)
-    started._group.call("break_files", False)
-    for name in tuple(started._models):
+    started.group.current.call("break_files", False)
+    for name in tuple(started.group.held.names):
         started.remove_model(name)
 
 
 def resize(ranked: RankedTrainer, *sizes: int) -> None:
     """Give each rank so many bytes for models."""
-    ranked._group.call_each("resize", [(size,) for size in sizes])
+    ranked.group.current.call_each("resize", [(size,) for size in sizes])
 
 
 def size_of(ranked: RankedTrainer) -> int:
     """Return the bytes that an adapter takes at each rank."""
-    return 16 * int(ranked._group.call("adapter_size", LORA))
+    return 16 * int(ranked.group.current.call("adapter_size", LORA))
 
 
 def room_for(ranked: RankedTrainer, models: float) -> None:
@@ -88,7 +88,7 @@ def steps_in_turn(ranked: RankedTrainer) -> list[tuple[object, object]]:
 
 def out_at_ranks(ranked: RankedTrainer) -> list[set[str]]:
     """Return the models that are paged out at each rank."""
-    reports = ranked._group.call_each("memory", [()] * 2)
+    reports = ranked.group.current.call_each("memory", [()] * 2)
     return [{n for n, each in report.models.items() if each.kept is not None} for report in reports]
 
 
@@ -117,7 +117,7 @@ def test_adapters_that_take_turns_in_the_memory_of_two_train_as_with_memory_for_
     held = [ranked.memory_bytes(name) for name in NAMES]
     assert held.count(size_of(ranked)) == 2
     assert held.count(0) == 2
-    assert max(ranked._group.call_each("used", [()] * 2)) <= 2.5 * size_of(ranked)
+    assert max(ranked.group.current.call_each("used", [()] * 2)) <= 2.5 * size_of(ranked)
     capacity = ranked.capacity
     assert capacity is not None
     assert (capacity.models, capacity.model_bytes) == (2, size_of(ranked))
@@ -182,7 +182,7 @@ def test_as_many_adapters_are_admitted_as_the_capacity_says_and_the_next_gets_th
     factory: Factory, ranked: RankedTrainer
 ) -> None:
     size = size_of(ranked)
-    ranked._group.call("become", partial(factory, 5 * size // 2, 6 * size))
+    ranked.group.current.call("become", partial(factory, 5 * size // 2, 6 * size))
     names = [f"m-{number}" for number in range(20)]
     for name in names[:3]:
         add(ranked, name)
@@ -199,13 +199,13 @@ def test_as_many_adapters_are_admitted_as_the_capacity_says_and_the_next_gets_th
     with pytest.raises(Overloaded, match=r"are missing where idle models are kept") as refused:
         fill()
 
-    assert len(ranked._models) == 3 + capacity.more_models > 3
+    assert len(ranked.group.held.names) == 3 + capacity.more_models > 3
     assert f"{size // 16} parameters at rank 0 of the trainer" in refused.value.message
-    for name in list(ranked._models):
+    for name in list(ranked.group.held.names):
         step(ranked, name, 1)
-    for name in list(ranked._models):
+    for name in list(ranked.group.held.names):
         ranked.remove_model(name)
-    ranked._group.call("become", partial(factory, LARGE, LARGE))
+    ranked.group.current.call("become", partial(factory, LARGE, LARGE))
 
 
 def test_the_rank_with_the_least_room_decides(ranked: RankedTrainer) -> None:
@@ -227,7 +227,7 @@ def test_an_adapter_that_one_rank_cannot_page_out_stays_at_all(ranked: RankedTra
     room_for(ranked, 2.5)
     add(ranked, "first", "second", "third")
     assert out_at_ranks(ranked) == [{"first"}] * 2
-    ranked._group.call_each("break_files", [(False,), (True,)])
+    ranked.group.current.call_each("break_files", [(False,), (True,)])
 
     with pytest.raises(Overloaded, match="model first was unloaded while idle"):
         step(ranked, "first", 0)
@@ -237,7 +237,7 @@ def test_an_adapter_that_one_rank_cannot_page_out_stays_at_all(ranked: RankedTra
     assert out_at_ranks(ranked) == [{"first"}] * 2
     expected = [step(ranked, name, 0) for name in ("second", "third")]
     assert expected[0] == expected[1]
-    ranked._group.call("break_files", False)
+    ranked.group.current.call("break_files", False)
     assert step(ranked, "first", 0) == expected[0]
 
 
@@ -281,7 +281,7 @@ def test_adapters_of_a_lost_group_continue_wherever_they_were(
 ) -> None:
     add(mortal, *NAMES)
     first = [step(mortal, name, 0) for name in NAMES]
-    mortal._group.call("die_in", method, 1)
+    mortal.group.current.call("die_in", method, 1)
     with pytest.raises(GradientLost, match=f"failed in {method}"):
         step(mortal, NAMES[0], 1)
     states = [mortal.export_state(name) for name in NAMES]

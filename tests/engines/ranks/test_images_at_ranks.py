@@ -30,7 +30,7 @@ from tinkercloud_testing.vision_models import save_vision_model, tiny_qwen_vl
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import Batch, Example
-from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass
+from tinkercloud_worker.engine.trainer import DirectTrainer, LossOutput, TrainingPass
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.megatron_trainer.model import check
 from tinkercloud_worker.model.architecture import UnsupportedModelError
@@ -54,13 +54,13 @@ def one_rank(family: str) -> TorchTrainer:
     return TorchTrainer(TorchBaseModel(READS_IMAGES[family]()), max_batch_tokens=BATCH_TOKENS)
 
 
-def run(trainer: Trainer, examples: Sequence[Example]) -> LossOutput:
+def run(trainer: DirectTrainer, examples: Sequence[Example]) -> LossOutput:
     batch = Batch(examples, "cross_entropy", forward_only=False)
-    return trainer.forward_backward("m", batch, lambda: None)
+    return trainer.forward_backward("m", batch)
 
 
 def assert_same_steps(
-    ranked: Trainer, single: Trainer, batches: Sequence[Sequence[Example]]
+    ranked: DirectTrainer, single: DirectTrainer, batches: Sequence[Sequence[Example]]
 ) -> None:
     for examples in batches:
         got, expected = (run(trainer, examples) for trainer in (ranked, single))

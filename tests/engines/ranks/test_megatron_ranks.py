@@ -82,7 +82,7 @@ def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
     run(ranked, random_data(LENGTHS))
     ranked.optim_step("m", ADAM)
     saved = ranked.export_state("m")
-    ranked._group.call("die_in", "forward_backward", 1)
+    ranked.group.current.call("die_in", "forward_backward", 1)
 
     with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
         run(ranked, random_data(LENGTHS))
@@ -197,7 +197,7 @@ def test_no_rank_ever_holds_more_of_a_positions_logits_than_its_part_of_the_voca
     ranked.add_model("m", config)
     batch = prepare(a_request(random_data(LENGTHS)), ranked.limits)
 
-    made = ranked._group.call_each("matrices", [("m", batch)] * ranks)
+    made = ranked.group.current.call_each("matrices", [("m", batch)] * ranks)
 
     assert max(max(shape) for shapes in made for shape in shapes) == VOCAB_SIZE // tensor
 
@@ -210,7 +210,7 @@ def test_what_is_computed_between_divided_weights_is_divided_along_the_sequence(
     ranked.add_model("m", LORA)
     batch = prepare(a_request(random_data([BATCH_TOKENS // 4] * 4)), ranked.limits)
 
-    made = ranked._group.call_each("matrices", [("m", batch)] * ranks)
+    made = ranked.group.current.call_each("matrices", [("m", batch)] * ranks)
 
     part = (BATCH_TOKENS // (tensor * context), 1, MODELS[name]().config.hidden_size)
     assert all(part in shapes for shapes in made)
@@ -226,7 +226,7 @@ def test_replicas_have_as_much_to_compute_in_micro_batches_within_the_budget(
     # Ranks that divide sequences make the short ones longer.
     run(ranked, random_data([16] + [1] * 16))
 
-    computed = ranked._group.call_each("positions", [()] * ranks)
+    computed = ranked.group.current.call_each("positions", [()] * ranks)
     assert len({sum(positions) for positions in computed}) == 1
     assert max(map(max, computed)) <= BATCH_TOKENS
 
@@ -289,7 +289,7 @@ def test_adapters_start_equal_ten_changing_steps_go_as_pefts_and_the_copies_stay
 
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     np.testing.assert_allclose(losses[0], of_peft(shape[0]).losses, rtol=1e-5)
-    first, *copies = weights_at_ranks(ranked._group, "m")
+    first, *copies = weights_at_ranks(ranked.group.current, "m")
     for copy in copies:
         assert_close(copy, first, rtol=0)
 
@@ -300,7 +300,7 @@ def test_a_step_of_one_adapter_leaves_another_as_it_is_on_every_rank(trainers: T
         ranked.add_model(name, config)
         run(ranked, random_data([6, 9], seed=9), model_id=name)
         ranked.optim_step(name, ADAM)
-    before = weights_at_ranks(ranked._group, "other")
+    before = weights_at_ranks(ranked.group.current, "other")
     moments = moments_of(ranked.export_state("other"))
 
     run(ranked, random_data(LENGTHS))
@@ -309,7 +309,7 @@ def test_a_step_of_one_adapter_leaves_another_as_it_is_on_every_rank(trainers: T
 
     assert ranked.export_gradient("other") is None
     assert_close(moments_of(ranked.export_state("other")), moments, rtol=0)
-    for rank, weights in enumerate(weights_at_ranks(ranked._group, "other")):
+    for rank, weights in enumerate(weights_at_ranks(ranked.group.current, "other")):
         assert_close(weights, before[rank], rtol=0)
 
 
@@ -337,7 +337,7 @@ def test_adapters_and_a_full_model_take_steps_by_turns_as_each_does_alone_bit_fo
 ) -> None:
     ranked, _ = trainers
     models = {"m": LORA, "other": OF_ANOTHER_RANK, "whole": None}
-    for name in tuple(ranked._models):
+    for name in tuple(ranked.group.held.names):
         ranked.remove_model(name)
     alone: dict[str, tuple[list[float], Mapping[str, Tensor]]] = {}
     for name, config in models.items():

@@ -77,7 +77,7 @@ def test_a_rank_that_rejects_a_shared_pass_loses_the_group_and_each_runs_alone(
     for item in items:
         ranked.add_model(item.model_id, ADAPTERS[item.model_id])
     # The other rank has succeeded, or waits for this one.
-    ranked._group.call("fail_in", "_shared_pass", InvalidRequest, [1])
+    ranked.group.current.call("fail_in", "_shared_pass", InvalidRequest, [1])
 
     with pytest.raises(RanksLost, match=r"rank 1 of 2 failed in shared_pass: .* no room for it"):
         run_together(ranked, items)
@@ -151,7 +151,7 @@ def a_pass(
 
 def run(trainer: RankedTrainer, item: TrainingPass) -> LossOutput:
     compute = trainer.forward if item.batch.forward_only else trainer.forward_backward
-    return compute(item.model_id, item.batch, nothing)
+    return compute(item.model_id, item.batch)
 
 
 def nothing() -> None: ...

@@ -67,7 +67,7 @@ def test_a_killed_rank_loses_only_the_models_with_experts_on_it(
         run(ranked, random_data(LENGTHS), model_id=name)
         ranked.optim_step(name, ADAM)
     saved, kept = ranked.export_state("experts"), ranked.snapshot("attention").tensors
-    ranked._group.call("die_in", "forward_backward", 1)
+    ranked.group.current.call("die_in", "forward_backward", 1)
 
     with pytest.raises(StateLost, match=r"model experts was lost .* from its last checkpoint"):
         run(ranked, random_data(LENGTHS), model_id="experts")
@@ -98,7 +98,7 @@ def trainers(
 
 
 def of_every_rank(ranked: RankedTrainer, method: str, model_id: str) -> list[Any]:
-    group = ranked._group
+    group = ranked.group.current
     return group.call_each(method, [(model_id,)] * group.shape.ranks)
 
 
@@ -123,7 +123,7 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers(trainers
 
 def test_the_size_of_an_adapter_at_each_rank_is_known_before_it_exists(trainers: Trainers) -> None:
     ranked, _ = trainers
-    group = ranked._group
+    group = ranked.group.current
 
     sizes = group.call_each("adapter_size", [(LORA,)] * group.shape.ranks)
     ranked.add_model("m", LORA)

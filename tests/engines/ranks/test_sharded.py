@@ -31,7 +31,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavaila
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import DirectTrainer, WeightsSnapshot
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -49,7 +49,7 @@ def trainers(request: pytest.FixtureRequest, trainer_of: TrainerOf) -> Trainers:
 
 
 def step(
-    trainer: Trainer, lengths: list[int], seed: int, adam: AdamParams = CLIPPED
+    trainer: DirectTrainer, lengths: list[int], seed: int, adam: AdamParams = CLIPPED
 ) -> tuple[float, float]:
     output = run(trainer, random_data(lengths, seed=seed))
     return output.metrics["loss:sum"], trainer.optim_step("m", adam)["grad_norm"]
@@ -110,7 +110,7 @@ def test_scoring_changes_nothing_and_an_empty_share_is_scored_along(trainers: Tr
     sharded.add_model("m", LORA)
 
     batch = prepare(a_request(random_data([9])), sharded.limits)
-    output = sharded.forward("m", batch, lambda: None)
+    output = sharded.forward("m", batch)
 
     assert [len(logprobs) for logprobs in output.logprobs] == [9]
     assert sharded.export_gradient("m") is None
@@ -121,7 +121,7 @@ def test_each_rank_holds_its_part_of_the_layers_only(trainers: Trainers) -> None
     weights = single._base.named_weights()
     layers = sum(weight.numel() for name, weight in weights.items() if ".layers." in name)
 
-    held = sharded._group.call_each("layer_elements", [(), ()])
+    held = sharded.group.current.call_each("layer_elements", [(), ()])
 
     assert sum(held) == layers
     assert max(held) - min(held) <= layers // 100
@@ -132,7 +132,7 @@ def test_no_rank_ever_has_more_than_one_layer_of_the_base_that_is_whole(
 ) -> None:
     sharded = trainer_of(2, partial(MeasuredTrainer, make=partial(tiny_llama, layers=4)))
 
-    whole = sharded._group.call_each("most_whole_layers", [(), ()])
+    whole = sharded.group.current.call_each("most_whole_layers", [(), ()])
 
     assert whole == [1, 1]
 
@@ -161,7 +161,7 @@ def test_a_model_thon_one_rank_reads_is_the_same_at_all(
 
 
 def ten_steps(
-    trainers: Iterable[Trainer], config: LoraConfig | None
+    trainers: Iterable[DirectTrainer], config: LoraConfig | None
 ) -> list[list[tuple[float, float]]]:
     """Return losses and norms of gradients, of both trainers."""
     batches = [[5, 9, 3 + seed, 30][seed % 3 :] for seed in range(10)]
@@ -200,7 +200,7 @@ def test_three_ranks_hold_layers_in_unequal_parts_and_train_adapters_as_one_does
     sharded = trainer_of(3, MeasuredTrainer)
     single = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=BATCH_TOKENS)
 
-    held = sharded._group.call_each("layer_elements", [()] * 3)
+    held = sharded.group.current.call_each("layer_elements", [()] * 3)
     steps = ten_steps((sharded, single), LORA)
 
     assert held[0] == held[1] > held[2]
@@ -275,12 +275,12 @@ def test_full_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) -> 
     sharded.add_model("m", None)
     data = random_data([9, 4])
     batch = prepare(a_request(data), sharded.limits)
-    before = sharded.forward("other", batch, lambda: None)
+    before = sharded.forward("other", batch)
 
     step(sharded, [5, 9, 3], seed=0)
 
-    after = sharded.forward("other", batch, lambda: None)
-    trained = sharded.forward("m", batch, lambda: None)
+    after = sharded.forward("other", batch)
+    trained = sharded.forward("m", batch)
     assert np.array_equal(np.concatenate(after.logprobs), np.concatenate(before.logprobs))
     assert not np.allclose(trained.logprobs[0], before.logprobs[0], atol=1e-3)
 
@@ -291,7 +291,7 @@ def test_each_rank_holds_its_part_of_a_full_model_and_its_moments(trainers: Trai
     step(sharded, [5, 9], seed=0)
     elements = sum(weight.numel() for weight in single._base.named_weights().values())
 
-    held = sharded._group.call_each("trained_elements", [("m",), ("m",)])
+    held = sharded.group.current.call_each("trained_elements", [("m",), ("m",)])
 
     assert held == [4 * elements // 2] * 2
 
@@ -332,7 +332,7 @@ def test_a_full_model_over_a_base_in_bfloat16_is_computed_in_it_as_on_one_rank(
     run(sharded, random_data([9, 4]))
 
     assert first[-1] != first[0]
-    outputs = (trainer.forward("m", batch, lambda: None) for trainer in (sharded, single))
+    outputs = (trainer.forward("m", batch) for trainer in (sharded, single))
     ours, theirs = (np.concatenate(output.logprobs) for output in outputs)
     np.testing.assert_array_equal(ours, theirs)
     assert_close(*(gradient_of(trainer) for trainer in (sharded, single)), rtol=0.02)
@@ -357,15 +357,15 @@ def test_a_full_model_that_is_removed_frees_its_memory(trainers: Trainers) -> No
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
     sharded.remove_model("m")
-    sharded._group.call("count_without_collecting")
-    before = sharded._group.call("tensors_alive")
+    sharded.group.current.call("count_without_collecting")
+    before = sharded.group.current.call("tensors_alive")
 
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
-    held = sharded._group.call("tensors_alive")
+    held = sharded.group.current.call("tensors_alive")
     sharded.remove_model("m")
 
-    assert sharded._group.call("tensors_alive") == before < held
+    assert sharded.group.current.call("tensors_alive") == before < held
 
 
 def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
@@ -375,7 +375,7 @@ def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
     saved = sharded.export_state("m")
-    sharded._group.call("die_in", "forward_backward", 1)
+    sharded.group.current.call("die_in", "forward_backward", 1)
 
     with pytest.raises(StateLost, match=r"model m was lost .* from its last checkpoint"):
         step(sharded, [5, 9], seed=1)

@@ -103,7 +103,7 @@ def a_pass(
 
 
 def run(trainer: RankedTrainer, item: TrainingPass) -> LossOutput:
-    return trainer.forward_backward(item.model_id, item.batch, lambda: None)
+    return trainer.forward_backward(item.model_id, item.batch)
 
 
 def shared(
@@ -214,7 +214,7 @@ def test_forward_passes_are_shared_and_change_no_gradient(
     outputs = ranked.batcher.run_batch(items, nothing)
 
     for item, output in zip(items, outputs, strict=True):
-        assert_alike(output, ranked.forward(item.model_id, item.batch, nothing))
+        assert_alike(output, ranked.forward(item.model_id, item.batch))
         assert ranked.export_gradient(item.model_id) is None
 
 
@@ -269,12 +269,12 @@ def test_a_replica_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTr
     for name in ("small", alone("small")):
         run(ranked, a_pass(ranked, name, [5, 9], seed=2))
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    ranked._group.call("fail_in", "_in_one_pass", MemoryError, [1])
+    ranked.group.current.call("fail_in", "_in_one_pass", MemoryError, [1])
 
     with pytest.raises(SharedPassFailed):
         ranked.batcher.run_batch(items, nothing)
 
-    assert ranked._group.is_alive
+    assert ranked.group.current.is_alive
     for item in (*items, *same_alone(items)):
         run(ranked, item)
     for name in ADAPTERS:
@@ -287,7 +287,7 @@ def test_a_rank_that_fails_while_others_need_it_loses_the_group_at_once(
     ranked: RankedTrainer, error: type[Exception]
 ) -> None:
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    ranked._group.call("fail_in", "_in_one_pass", error, [1])
+    ranked.group.current.call("fail_in", "_in_one_pass", error, [1])
 
     with pytest.raises(RanksLost, match=r"rank 1 of . failed in shared_pass: .* no room for it"):
         ranked.batcher.run_batch(items, nothing)
@@ -342,7 +342,7 @@ async def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before
 ) -> None:
     run(ranked, a_pass(ranked, "small", [5, 9], seed=2))
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
-    group = ranked._group
+    group = ranked.group.current
     if lost_in is None:
         ray.kill(group._ranks[1])
     else:
@@ -368,9 +368,9 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     steps = [OptimizerStep(name, ADAM) for name in ADAPTERS]
     before = {name: ranked.snapshot(name).tensors for name in ADAPTERS}
     if method == "optim_steps":
-        ranked._group.call("fail_in", method)
+        ranked.group.current.call("fail_in", method)
     else:
-        ranked._group.call("die_in", method, 1)
+        ranked.group.current.call("die_in", method, 1)
 
     def train() -> None:
         ranked.batcher.run_batch(items, nothing)
@@ -396,11 +396,11 @@ def test_a_failure_between_the_commands_of_a_step_costs_the_gradients_and_nothin
         raise RuntimeError("the store of objects is full")
 
     with monkeypatch.context() as broken:
-        broken.setattr(ranked._group, "call_independently", fail)
+        broken.setattr(ranked.group.current, "call_independently", fail)
         with pytest.raises(RuntimeError, match="is full"):
             ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in ADAPTERS], nothing)
 
-    assert ranked._group.is_alive
+    assert ranked.group.current.is_alive
     for item, same in zip(items, same_alone(items), strict=True):
         with pytest.raises(GradientLost, match="is full"):
             ranked.optim_step(item.model_id, ADAM)
@@ -415,11 +415,11 @@ def test_a_step_that_one_rank_applies_is_applied_to_all_models(ranked: RankedTra
             run(ranked, a_pass(ranked, model_id, [5, 9, 3]))
     for name in ADAPTERS:
         ranked.optim_step(alone(name), ADAM)
-    ranked._group.call("die_in", "optim_steps", 1)
+    ranked.group.current.call("die_in", "optim_steps", 1)
 
     ranked.stepper.run_batch([OptimizerStep(name, ADAM) for name in ADAPTERS], nothing)
 
-    assert not ranked._group.is_alive
+    assert not ranked.group.current.is_alive
     for name in ADAPTERS:
         assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
         assert ranked.export_gradient(name) is None

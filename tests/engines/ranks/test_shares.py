@@ -24,7 +24,7 @@ from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.ranks import Outline
 from tinkercloud_worker.engine.tensor_slices import Piece, joined
-from tinkercloud_worker.engine.trainer import Trainer, TrainingState
+from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingState
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 from tinkercloud_worker.training.adam import AdamTrainer
@@ -50,10 +50,10 @@ class Divided:
     @property
     def group(self) -> RankGroup:
         """The ranks."""
-        return self.ranked._group
+        return self.ranked.group.current
 
 
-def step(trainer: Trainer, seed: int) -> float:
+def step(trainer: DirectTrainer, seed: int) -> float:
     output = run(trainer, random_data([5, 9, 3], seed=seed))
     trainer.optim_step("m", ADAM)
     return output.metrics["loss:sum"]
@@ -183,7 +183,7 @@ def test_a_copy_outlives_the_ranks_that_made_it(cluster: None, state: TrainingSt
     ranked.add_model("m", None)
     ranked.import_state("m", state)
     take = ranked.begin_export("m")
-    ranked._group.call("die_in", "forward_backward", 1)
+    ranked.group.current.call("die_in", "forward_backward", 1)
     with pytest.raises(StateLost, match="model m was lost"):
         step(ranked, seed=2)
 
@@ -234,7 +234,7 @@ def adapter(cluster: None) -> Iterator[tuple[RankedTrainer, TrainingState]]:
     ranked.add_model("m", LoraConfig(rank=2, seed=1))
     step(ranked, seed=1)
     yield ranked, ranked.export_state("m")
-    assert not ranked._group.is_alive
+    assert not ranked.group.current.is_alive
     ranked.close()
 
 
@@ -244,7 +244,7 @@ def lose_first_rank(patch: pytest.MonkeyPatch, ranked: RankedTrainer, method: st
 
     def assembled(shares: Shares) -> object:
         patch.setattr(Shares, method, assemble)
-        ray.kill(ranked._group._ranks[0])
+        ray.kill(ranked.group.current._ranks[0])
         raise Unavailable("a node of the trainer's ranks was lost")
 
     patch.setattr(Shares, method, assembled)

@@ -61,7 +61,7 @@ def trainers(
 
 
 def at_ranks(ranked: RankedTrainer, method: str) -> list[Any]:
-    return ranked._group.call_each(method, [()] * RANKS)
+    return ranked.group.current.call_each(method, [()] * RANKS)
 
 
 def objects_in_stores() -> set[str]:
@@ -153,8 +153,8 @@ def test_replicated_tensors_are_sent_by_one_rank(trainer_of: TrainerOf) -> None:
     ranked.add_model("m", LoraConfig(rank=4, seed=1))
     run(ranked, random_data([5, 9]))
 
-    states = ranked._group.call_in_parts("share_state", "m")
-    gradients = ranked._group.call_in_parts("share_gradient", "m")
+    states = ranked.group.current.call_in_parts("share_state", "m")
+    gradients = ranked.group.current.call_in_parts("share_gradient", "m")
 
     for shares in (states, gradients):
         assert [bool(parts) for _, parts in shares] == [True, False]

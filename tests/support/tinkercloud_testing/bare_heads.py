@@ -131,7 +131,7 @@ class Head:
 
     def sample(self, session: int, seq_id: int, max_tokens: int = 12) -> str:
         """Send a small sampling request; return its id."""
-        prepared = self.service.prepare(a_sample(session, seq_id, max_tokens))
+        prepared = self.service.samples.prepare(a_sample(session, seq_id, max_tokens))
         return str(self.service.sample(prepared))
 
     async def drawn(self, session: int, seq_id: int) -> list[int]:

@@ -47,7 +47,7 @@ def _train(engine: Engine, name: str, config: LoraConfig | None, loss_fn: str) -
     trainer.add_model(name, config)
     losses, norms = [], []
     for step in range(3):
-        output = trainer.forward_backward(name, batch, lambda: None)
+        output = trainer.forward_backward(name, batch)
         gradient = trainer.export_gradient(name)
         if step == 1 and gradient is not None:
             state = trainer.export_state(name)
@@ -56,7 +56,7 @@ def _train(engine: Engine, name: str, config: LoraConfig | None, loss_fn: str) -
             trainer.import_gradient(name, gradient)
         norms.append(trainer.optim_step(name, AdamParams(learning_rate=1e-2))["grad_norm"])
         losses.append(output.metrics["loss:sum"])
-    logprobs = np.concatenate(trainer.forward(name, batch, lambda: None).logprobs)
+    logprobs = np.concatenate(trainer.forward(name, batch).logprobs)
     return {
         f"{name} losses": np.asarray(losses),
         f"{name} gradients": np.asarray(norms),

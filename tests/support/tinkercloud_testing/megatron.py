@@ -31,7 +31,7 @@ class MegatronRank(Mortal, MegatronTrainer, Measured):
 
     def matrices(self, model_id: str, batch: Batch) -> set[tuple[int, ...]]:
         """Return the shapes of all matrices that a pass creates on this rank."""
-        return matrices_of(lambda: self.forward_backward(model_id, batch, lambda: None))
+        return matrices_of(lambda: self.forward_backward(model_id, batch))
 
     def positions(self) -> list[int]:
         """Return the number of positions of each micro-batch of the last pass."""

@@ -12,8 +12,10 @@ from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import (
+    DirectTrainer,
     Gradient,
     LossOutput,
+    ModelHolder,
     Trainer,
     TrainingPass,
     TrainingState,
@@ -23,7 +25,7 @@ from tinkercloud_worker.engine.turns.fair_queue import Share
 
 
 def run(
-    trainer: Trainer,
+    trainer: DirectTrainer,
     data: Sequence[Datum],
     loss_fn: str = "cross_entropy",
     config: Mapping[str, float | str] | None = None,
@@ -31,7 +33,7 @@ def run(
 ) -> LossOutput:
     """Add the gradient of a batch to a model's."""
     batch = prepare(a_request(data, loss_fn, config=config), trainer.limits)
-    return trainer.forward_backward(model_id, batch, lambda: None)
+    return trainer.forward_backward(model_id, batch)
 
 
 async def together(
@@ -39,7 +41,6 @@ async def together(
 ) -> list[LossOutput | BaseException]:
     """Run passes of different owners that wait at the same time; return results and errors."""
     batcher = trainer.batcher
-    assert batcher is not None, "this trainer shares no passes"
     may_end = threading.Event()
     busy = asyncio.create_task(thread.run(lambda _: may_end.wait()))
     await asyncio.sleep(0)
@@ -78,7 +79,7 @@ def ten_changing_steps(lengths: Sequence[int]) -> list[tuple[list[Datum], AdamPa
     ]
 
 
-def gradient_of(trainer: Trainer, model_id: str = "m") -> Gradient:
+def gradient_of(trainer: ModelHolder, model_id: str = "m") -> Gradient:
     """Return the gradient of a model."""
     gradient = trainer.export_gradient(model_id)
     assert gradient is not None, f"{model_id} has no gradient"

@@ -90,7 +90,7 @@ class Owner:
             "sampling_params": {"max_tokens": max_tokens, "stop": []},
             "topk_prompt_logprobs": alternatives,
         }
-        prepared = self.service.prepare(parse_sample(orjson.dumps(body)))
+        prepared = self.service.samples.prepare(parse_sample(orjson.dumps(body)))
         return str(self.service.sample(prepared))
 
 

@@ -232,7 +232,7 @@ async def test_queued_samples_count_with_the_size_of_their_targets(tmp_path: Pat
         service = head.service
         service.register_sampler(SamplingSessionId("s", 0), SamplerSpec(owner="me"))
         first, second = (
-            service.prepare(a_sample(n, 2, target_prompt_logprobs=empty_targets(1, 1000)))
+            service.samples.prepare(a_sample(n, 2, target_prompt_logprobs=empty_targets(1, 1000)))
             for n in range(2)
         )
         request_id = service.sample(first)

@@ -61,7 +61,7 @@ class Watched:
 
     def _look(self) -> None:
         sampler = self.engine.sampler
-        slots = sum(batch._cache.shape.tokens for batch in sampler._batches.values())
+        slots = sum(batch._cache.shape.tokens for batch in sampler._batches._by_weights.values())
         prompts = sum(
             job.prefilled for job in sampler._jobs if job.key_values or job.cache is not None
         )

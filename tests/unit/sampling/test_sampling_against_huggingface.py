@@ -39,7 +39,7 @@ def trainer_logprobs(
     ids = np.asarray([*prompt, *tokens], dtype=np.int32)
     datum = Datum(ids[:-1], {"target_tokens": ids[1:].astype(np.int64)})
     batch = prepare(a_request([datum], forward_only=True), engine.trainer.limits)
-    output = engine.trainer.forward(model_id, batch, lambda: None)
+    output = engine.trainer.forward(model_id, batch)
     return output.logprobs[0][len(prompt) - 1 :]
 
 

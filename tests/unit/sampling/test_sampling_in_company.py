@@ -154,7 +154,7 @@ async def test_a_search_for_stop_strings_that_fails_fails_its_own_request(
 
     monkeypatch.setattr(TokenSampler, "_has_stopped", faulty)
     with an_engine(tiny_llama(), tmp_path) as engine:
-        engine.sampler._slotted *= is_slotted
+        engine.sampler._batches.slotted *= is_slotted
         await engine.sampler.publish("base", None)
         alone = tokens(await engine.sampler.sample("base", a_request(1)))
 

@@ -83,7 +83,7 @@ async def test_samples_that_the_next_head_rejects_do_not_prevent_their_model_fro
         monkeypatch.setattr(running_samples, "prepare", as_an_older_head_did)
         unsound = head.sample(0, 0, max_tokens=10**6)
         of_none = a_sample(0, 1, 400).model_copy(update={"num_samples": 0})
-        unreadable = str(head.service.sample(head.service.prepare(of_none)))
+        unreadable = str(head.service.sample(head.service.samples.prepare(of_none)))
         await head.service.suspend()
         assert head.service.status().pending_requests == 2
         head.service.results.release()

@@ -35,13 +35,15 @@ def no_files_over(size_bytes: int) -> Iterator[None]:
 
 
 def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
-    folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
+    folder = WeightsFolder(
+        tmp_path, server_dir=None, owner="head", base_path=tmp_path, base_model="tiny/llama"
+    )
 
     with (
         no_files_over(1 << 19),
         pytest.raises(Unavailable, match="File too large; enlarge its volume"),
     ):
-        folder.write(WEIGHTS, "tiny/llama")
+        folder.write(WEIGHTS)
 
     assert list(tmp_path.iterdir()) == []
-    assert folder.find(folder.write(WEIGHTS, "tiny/llama")).size_of("adapter_config.json") > 0
+    assert folder.find(folder.write(WEIGHTS)).size_of("adapter_config.json") > 0

@@ -40,7 +40,9 @@ async def url(refused: str) -> AsyncIterator[str]:
 
 async def test_a_rejected_command_is_a_server_error(url: str, refused: str, tmp_path: Path) -> None:
     client = InferenceClient(url, key=None, max_concurrent=1)
-    folder = WeightsFolder(tmp_path, server_dir=None, owner="head", base_path=tmp_path)
+    folder = WeightsFolder(
+        tmp_path, server_dir=None, owner="head", base_path=tmp_path, base_model="tiny/llama"
+    )
     control = SglangControl(
         SglangDialect(client), folder, owner="head", base_path="/model", direct=None
     )

@@ -183,7 +183,7 @@ async def test_retrieving_an_unread_result_resumes_its_model(head: Head) -> None
     head.apply(4)
     await head.answer(4)
     assert await head.service.suspend_model(MODEL)
-    assert head.service._results.bytes_of(NAME) == 0
+    assert head.service.results.bytes_of(NAME) == 0
 
     assert await head.loss(3) > 0
 

@@ -65,7 +65,7 @@ def test_a_fresh_adapter_is_the_base_model_exactly() -> None:
     data = random_data([7, 12])
     base = tiny_llama().eval()
 
-    output = trainer.forward("m", prepare(a_request(data), trainer.limits), lambda: None)
+    output = trainer.forward("m", prepare(a_request(data), trainer.limits))
 
     for got, datum in zip(output.logprobs, data, strict=True):
         logits = base(torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
@@ -182,7 +182,7 @@ def test_forward_changes_neither_gradient_nor_weights() -> None:
     run(trainer, random_data([5]))
     before = gradient(trainer, "m")
 
-    trainer.forward("m", prepare(a_request(random_data([8])), trainer.limits), lambda: None)
+    trainer.forward("m", prepare(a_request(random_data([8])), trainer.limits))
 
     assert torch.equal(gradient(trainer, "m"), before)
 
@@ -345,7 +345,7 @@ def test_an_exported_adapter_is_loaded_by_peft_as_it_is(tmp_path: Path) -> None:
     for seed in range(3):
         step(trainer, "m", seed)
     data = random_data([12], seed=5)
-    expected = trainer.forward("m", prepare(a_request(data), trainer.limits), lambda: None)
+    expected = trainer.forward("m", prepare(a_request(data), trainer.limits))
     for name, content in formats.encode_weights(trainer.snapshot("m"), "tiny").items():
         (tmp_path / name).write_bytes(content)
 

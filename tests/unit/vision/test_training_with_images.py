@@ -44,7 +44,7 @@ def test_logprobs_of_packs_with_images_equal_transformers(family: str) -> None:
         expected = [reference_logprobs(model, example).numpy() for example in examples]
 
     trainer = a_trainer(TorchBaseModel(READS_IMAGES[family]()))
-    output = trainer.forward("m", a_batch(examples, forward_only=True), lambda: None)
+    output = trainer.forward("m", a_batch(examples, forward_only=True))
 
     for logprobs, theirs in zip(output.logprobs, expected, strict=True):
         np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
@@ -61,7 +61,7 @@ def test_images_of_gemma_3_without_a_token_between_them_see_each_other() -> None
         expected = [reference_logprobs(model, example).numpy() for example in examples]
 
     trainer = a_trainer(TorchBaseModel(READS_IMAGES["Gemma 3"]()))
-    output = trainer.forward("m", a_batch(examples, forward_only=True), lambda: None)
+    output = trainer.forward("m", a_batch(examples, forward_only=True))
 
     for logprobs, theirs in zip(output.logprobs, expected, strict=True):
         np.testing.assert_allclose(logprobs, theirs, atol=1e-5)
@@ -81,7 +81,7 @@ def test_steps_equal_those_of_peft_and_autograd(family: str) -> None:
     twin = PeftTwin(READS_IMAGES[family](), trainer.snapshot("m"))
 
     for _ in range(2):
-        output = trainer.forward_backward("m", a_batch(examples), lambda: None)
+        output = trainer.forward_backward("m", a_batch(examples))
         loss = torch.zeros(())
         for example, ours in zip(examples, output.logprobs, strict=True):
             logprobs = twin_logprobs(twin, example)
@@ -116,7 +116,7 @@ def test_a_diverged_model_changes_no_other_in_a_shared_pass_with_images(family: 
     alone.add_model("text", LoraConfig(rank=2, seed=2))
     assert np.isnan(broken.logprobs[0]).all()
     for each, output in zip(passes[1:], together, strict=True):
-        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        expected = alone.forward_backward(each.model_id, each.batch)
         np.testing.assert_allclose(output.logprobs[0], expected.logprobs[0], atol=1e-5)
         assert_close(
             gradient_of(trainer, each.model_id), gradient_of(alone, each.model_id), rtol=1e-4
@@ -138,4 +138,4 @@ def test_a_model_whose_files_lack_the_tower_reads_text_only(tmp_path: Path) -> N
     assert complete.named_weights().keys() == base.named_weights().keys()
     assert not base.images.are_read
     with pytest.raises(ValueError, match="reads text only"):
-        a_trainer(base).forward("m", a_batch(examples_of("Qwen2.5-VL")[1:2]), lambda: None)
+        a_trainer(base).forward("m", a_batch(examples_of("Qwen2.5-VL")[1:2]))

@@ -427,9 +427,7 @@ def test_logprobs_behind_a_transparent_image_equal_transformers(
     trainer = TorchTrainer(TorchBaseModel(READS_IMAGES[family]()), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=2, seed=1))
 
-    output = trainer.forward(
-        "m", Batch([example], "cross_entropy", forward_only=True), lambda: None
-    )
+    output = trainer.forward("m", Batch([example], "cross_entropy", forward_only=True))
 
     with torch.no_grad():
         logits = reference_logits(model, tokens, [image])

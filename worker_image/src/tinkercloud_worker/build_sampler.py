@@ -139,6 +139,7 @@ def inference_sampler(
         ),
         owner=owner,
         base_path=Path(config.model.path),
+        base_model=config.model.name,
     )
     dialects = [_dialect(config, client) for client in _clients(inference)]
     controls = {}
@@ -165,7 +166,6 @@ def inference_sampler(
         controls,
         folder,
         config.sampler,
-        config.model.name,
         decode=decoder_of(tokenizer),
         neutral=neutral,
         unadapted=unadapted,

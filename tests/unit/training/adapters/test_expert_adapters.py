@@ -388,6 +388,6 @@ async def test_the_logprobs_of_sampled_tokens_equal_the_trainers(tmp_path: Path)
             for sequence in result.sequences:
                 ids = [*prompt, *sequence.tokens]
                 batch = prepare(a_request([a_datum(ids)]), engine.trainer.limits)
-                [trained] = engine.trainer.forward(name, batch, lambda: None).logprobs
+                [trained] = engine.trainer.forward(name, batch).logprobs
                 drawn = trained[len(prompt) - 1 : -1]
                 np.testing.assert_allclose(sequence.logprobs, drawn, atol=1e-5)

@@ -86,7 +86,7 @@ async def learn(thread: EngineThread, trainer: TorchTrainer, run: int) -> list[f
 def learn_alone(trainer: TorchTrainer, run: int) -> list[float]:
     losses, item = [], a_pass(trainer, run)
     for _ in range(STEPS):
-        output = trainer.forward_backward(str(run), item.batch, lambda: None)
+        output = trainer.forward_backward(str(run), item.batch)
         losses.append(output.metrics["loss:sum"])
         trainer.optim_step(str(run), ADAM)
     return losses

@@ -221,7 +221,7 @@ def test_a_model_that_leaves_between_two_pieces_of_its_request_returns(place: Pa
             break
         run(machine.trainer, random_data([4]), model_id="second")
         assert machine.trainer.memory_bytes("first") == 0
-    machine.unlimited.forward_backward("first", batch, lambda: None)
+    machine.unlimited.forward_backward("first", batch)
 
     gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
     assert_equal(*gradients, atol=0)

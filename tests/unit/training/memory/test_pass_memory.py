@@ -64,7 +64,7 @@ class Machine:
     def step(self, model: str) -> None:
         """Train a model a little."""
         batch = prepare(a_request(random_data([4, 3], seed=1)), self.trainer.limits)
-        self.trainer.forward_backward(model, batch, lambda: None)
+        self.trainer.forward_backward(model, batch)
         self.trainer.optim_step(model, AdamParams())
 
     def fill(self) -> int:

@@ -34,9 +34,9 @@ def gradient_and_kept_bytes(
     trainer.add_model("other", LoraConfig(rank=2, seed=5))
     trainer.add_model("m", lora)
     torch.nn.init.normal_(trainer._models["m"].trainable.flat, std=0.1)
-    trainer.forward_backward("other", batch, lambda: None)
+    trainer.forward_backward("other", batch)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        trainer.forward_backward("m", batch, lambda: None)
+        trainer.forward_backward("m", batch)
     return trainer._models["m"].trainable.gradient, sum(kept)
 
 

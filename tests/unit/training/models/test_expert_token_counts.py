@@ -68,7 +68,7 @@ def test_every_token_is_counted_once_for_each_expert_it_is_sent_to(
 
     # A fresh adapter is the base, as a whole model is.
     for method in (trainer.forward, trainer.forward_backward, trainer.forward):
-        np.testing.assert_array_equal(method("m0", batch, lambda: None).expert_tokens, expected)
+        np.testing.assert_array_equal(method("m0", batch).expert_tokens, expected)
 
 
 def test_models_that_share_a_pass_have_their_own_counts() -> None:

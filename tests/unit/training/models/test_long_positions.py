@@ -119,7 +119,7 @@ def test_long_positions_have_the_numbers_of_transformers(
     trainer = TorchTrainer(TorchBaseModel(a_model(**rope)), max_batch_tokens=128)
     trainer.add_model("m", LoraConfig(rank=2, seed=1))
 
-    output = trainer.forward("m", Batch(examples, "cross_entropy", True), lambda: None)
+    output = trainer.forward("m", Batch(examples, "cross_entropy", True))
 
     assert max_context_length(read_config(str(folder))) == 64
     assert resolve("m", str(folder)).max_context_length == 64

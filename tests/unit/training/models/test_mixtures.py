@@ -38,7 +38,7 @@ def test_logprobs_of_a_fresh_adapter_are_huggingfaces() -> None:
     [datum] = random_data([20])
     trainer.add_model("m", LoraConfig(rank=4, train_mlp=False))
 
-    output = trainer.forward("m", prepare(a_request([datum]), trainer.limits), lambda: None)
+    output = trainer.forward("m", prepare(a_request([datum]), trainer.limits))
 
     ids = torch.from_numpy(datum.tokens.astype(np.int64))
     targets = torch.from_numpy(datum.inputs["target_tokens"])
@@ -86,7 +86,7 @@ def test_attention_is_adapted_and_all_of_a_mixture_is_fine_tuned(lora: LoraConfi
 
     losses = []
     for _ in range(6):
-        losses.append(trainer.forward_backward("m", batch, lambda: None).metrics["loss:sum"])
+        losses.append(trainer.forward_backward("m", batch).metrics["loss:sum"])
         trainer.optim_step("m", AdamParams(learning_rate=1e-2))
 
     assert losses[-1] < 0.9 * losses[0]

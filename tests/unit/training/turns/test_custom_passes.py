@@ -60,10 +60,10 @@ def passes(trainer: TorchTrainer) -> tuple[custom_passes.Pass, custom_passes.Pas
     """Return a forward pass and one that adds to the gradient."""
 
     def score(batch: Batch) -> LossOutput:
-        return trainer.forward("m", batch, lambda: None)
+        return trainer.forward("m", batch)
 
     def run(batch: Batch) -> LossOutput:
-        return trainer.forward_backward("m", batch, lambda: None)
+        return trainer.forward_backward("m", batch)
 
     return score, run
 
@@ -76,7 +76,7 @@ def test_the_linear_loss_has_the_value_and_the_gradient_of_the_custom_one() -> N
 
     assert batch.uploaded is not None
     ours = completed(custom_passes.forward_backward(batch, batch.uploaded, score, run))
-    theirs = there.forward_backward("m", batch, lambda: None)
+    theirs = there.forward_backward("m", batch)
 
     assert ours.metrics["loss:sum"] == pytest.approx(theirs.metrics["loss:sum"], rel=1e-6)
     scored = completed(custom_passes.forward(batch, batch.uploaded, score))
@@ -111,7 +111,7 @@ def test_a_loss_that_takes_long_leaves_the_trainer_free_and_has_the_same_gradien
     at_once, later = a_trainer(), a_trainer()
     request = a_request([a_datum(length) for length in (40, 5, 60)], "custom")
     batches = [prepared(request, uploaded(mixed), trainer) for trainer in (at_once, later)]
-    expected = at_once.forward_backward("m", batches[0], lambda: None)
+    expected = at_once.forward_backward("m", batches[0])
 
     monkeypatch.setattr(uploaded_loss, "_PATIENCE_SECONDS", 0.0)
     pieces = later.pieces(TrainingPass("m", batches[1]), lambda: None)

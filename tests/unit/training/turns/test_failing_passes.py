@@ -60,7 +60,7 @@ def a_trainer(max_batch_tokens: int = 64) -> Faulty:
         trainer.add_model(name, LoraConfig(rank=4, seed=seed))
         torch.manual_seed(seed)
         torch.nn.init.normal_(trainer._models[name].trainable.flat, std=0.1)
-    trainer.forward_backward("pending", a_pass(trainer, "pending", [4]).batch, lambda: None)
+    trainer.forward_backward("pending", a_pass(trainer, "pending", [4]).batch)
     return trainer
 
 
@@ -115,7 +115,7 @@ async def test_in_a_shared_pass_only_the_request_that_fails_alone_fails(
     assert isinstance(failed, torch.OutOfMemoryError)
     assert trainer.num_passes == 1 + 1 + 3
     for each, output in zip(passes[1:], outputs, strict=True):
-        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        expected = alone.forward_backward(each.model_id, each.batch)
         assert isinstance(output, LossOutput)
         assert equal(output, expected)
         assert torch.equal(gradient(trainer, each.model_id), gradient(alone, each.model_id))
@@ -131,7 +131,7 @@ async def test_a_micro_batch_that_fails_fails_its_own_request_only(thread: Engin
     assert isinstance(failed, torch.OutOfMemoryError)
     for each, output in zip(passes[1:], outputs, strict=True):
         assert isinstance(output, LossOutput)
-        assert equal(output, alone.forward_backward(each.model_id, each.batch, lambda: None))
+        assert equal(output, alone.forward_backward(each.model_id, each.batch))
 
 
 @pytest.mark.parametrize("recomputed", [None, 4], ids=["kept", "recomputed"])
@@ -151,7 +151,7 @@ async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alo
     for each, output in zip(passes, outputs, strict=True):
         run = alone.forward if each.batch.forward_only else alone.forward_backward
         assert isinstance(output, LossOutput)
-        assert equal(output, run(each.model_id, each.batch, lambda: None))
+        assert equal(output, run(each.model_id, each.batch))
     for name in (*MODELS, "whole"):
         assert torch.equal(gradient(trainer, name), gradient(alone, name))
     # All had started before any had ended.
@@ -170,7 +170,7 @@ async def test_a_large_request_runs_in_small_micro_batches_alongside_a_small_one
     # Micro-batches of twenty and five examples, in parts of the 256 tokens that are always allowed.
     assert trainer.num_passes == 10 + 3 + 1
     for each, output in ((large, together_large), (small, together_small)):
-        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        expected = alone.forward_backward(each.model_id, each.batch)
         assert isinstance(output, LossOutput)
         for both in zip(output.logprobs, expected.logprobs, strict=True):
             np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-6)
@@ -189,5 +189,5 @@ async def test_a_trainer_that_shares_no_pass_runs_a_large_request_as_if_it_were_
 
     for each, output in zip((large, small), outputs, strict=True):
         assert isinstance(output, LossOutput)
-        assert equal(output, alone.forward_backward(each.model_id, each.batch, lambda: None))
+        assert equal(output, alone.forward_backward(each.model_id, each.batch))
         assert torch.equal(gradient(trainer, each.model_id), gradient(alone, each.model_id))

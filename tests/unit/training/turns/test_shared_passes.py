@@ -59,7 +59,7 @@ def test_each_model_gets_the_logprobs_loss_and_gradient_that_it_gets_alone(loss_
 
     outputs = together.run_batch(passes, lambda: None)
 
-    expected = [alone.forward_backward(p.model_id, p.batch, lambda: None) for p in passes]
+    expected = [alone.forward_backward(p.model_id, p.batch) for p in passes]
     for output, other in zip(outputs, expected, strict=True):
         for ours, theirs in zip(output.logprobs, other.logprobs, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
@@ -82,7 +82,7 @@ def test_a_diverged_model_does_not_affect_others_in_its_pass(
     together.run_batch(passes, lambda: None)
 
     for each in passes[1:]:
-        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        alone.forward_backward(each.model_id, each.batch)
         theirs = gradient(alone, each.model_id)
         error = (gradient(together, each.model_id) - theirs).norm()
         assert error <= 0.02 * theirs.norm()
@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_stays_with_its_model(dtype: torch.dtype) 
 
     assert not gradient(together, "low").isfinite().all()
     for each in passes[1:]:
-        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        alone.forward_backward(each.model_id, each.batch)
         theirs = gradient(alone, each.model_id)
         error = (gradient(together, each.model_id) - theirs).norm()
         assert error <= 0.02 * theirs.norm()
@@ -118,7 +118,7 @@ def test_rows_of_zero_weight_do_not_change_the_gradients_of_other_models(
     together.run_batch(passes, lambda: None)
 
     for each in passes:
-        alone.forward_backward(each.model_id, each.batch, lambda: None)
+        alone.forward_backward(each.model_id, each.batch)
         theirs = gradient(alone, each.model_id)
         error = (gradient(together, each.model_id) - theirs).norm()
         assert error <= 1e-5 * theirs.norm()
@@ -174,7 +174,7 @@ def test_models_with_different_losses_share_a_pass() -> None:
     outputs = together.run_batch(passes, lambda: None)
 
     for each, output in zip(passes, outputs, strict=True):
-        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        expected = alone.forward_backward(each.model_id, each.batch)
         assert output.metrics == pytest.approx(expected.metrics, rel=1e-5)
         theirs = gradient(alone, each.model_id)
         assert theirs.any()
@@ -197,7 +197,7 @@ def test_forward_passes_share_a_pass_and_change_no_gradient(dtype: torch.dtype) 
 
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     for each, output in zip(passes, outputs, strict=True):
-        expected = trainer.forward(each.model_id, each.batch, lambda: None)
+        expected = trainer.forward(each.model_id, each.batch)
         assert output.metrics == pytest.approx(expected.metrics, rel=tolerance)
         for ours, theirs in zip(output.logprobs, expected.logprobs, strict=True):
             np.testing.assert_allclose(ours, theirs, atol=tolerance)
@@ -234,7 +234,7 @@ def test_a_mixture_of_experts_is_shared_as_well() -> None:
     outputs = together.run_batch(passes, lambda: None)
 
     for each, output in zip(passes, outputs, strict=True):
-        expected = alone.forward_backward(each.model_id, each.batch, lambda: None)
+        expected = alone.forward_backward(each.model_id, each.batch)
         np.testing.assert_allclose(output.logprobs[0], expected.logprobs[0], atol=1e-5)
         theirs = gradient(alone, each.model_id)
         assert (gradient(together, each.model_id) - theirs).norm() <= 1e-5 * theirs.norm()

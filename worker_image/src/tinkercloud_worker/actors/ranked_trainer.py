@@ -21,11 +21,10 @@ from typing import TypeVar, cast
 
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_protocol.wire.errors import StateLost, Unavailable, WireError
-from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.memberships import memberships_of
-from tinkercloud_worker.actors.rank_memory import RankMemory
+from tinkercloud_protocol.wire.errors import Unavailable, WireError
+from tinkercloud_worker.actors.group import RankGroup, RanksLost
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
+from tinkercloud_worker.actors.replaceable_group import ReplaceableGroup
 from tinkercloud_worker.actors.shared_passes import (
     RankedPasses,
     RankedSteps,
@@ -49,7 +48,7 @@ from tinkercloud_worker.engine.trainer import (
     TrainingState,
     WeightsSnapshot,
 )
-from tinkercloud_worker.engine.turns.engine_thread import Pieces, run_through
+from tinkercloud_worker.engine.turns.engine_thread import Pieces
 
 T = TypeVar("T")
 
@@ -72,33 +71,14 @@ class RankedTrainer:
         Raises:
             RanksUnavailable: the group could not be started.
         """
-        self._start = start
         self._weight_host = weight_host
-        self._models: set[str] = set()
-        self._whole: set[str] = set()
-        """Those of `_models` that are fully fine-tuned."""
-        self._no_more_starts = threading.Event()
-        self._salvaged: dict[str, TrainingState] = {}
-        """States of the models of a lost group, until they are in another group."""
-        self._unapplied: set[str] = set()
-        """Models with an unapplied gradient."""
-        self._unreported_gradient_losses: dict[str, str] = {}
-        """Models that have lost a gradient, and why, until a request has reported it."""
-        self._lost: dict[str, str] = {}
-        """Lost models, and why."""
-        self._memory = RankMemory()
+        self.group = ReplaceableGroup(start, weight_host)
+        self._held = self.group.held
         self._passes, self._steps = RankedPasses(self), RankedSteps(self)
-        self._group = start(self._no_more_starts)
-        try:
-            self._memberships = memberships_of(self._group)
-            if weight_host is not None:
-                weight_host.attach_to(self._group)
-        except BaseException:
-            self._group.close()
-            raise
-        self.limits = self._memberships[0].limits
-        self.base_fingerprint = self._memberships[0].base_fingerprint
-        self.reads_images = self._memberships[0].reads_images
+        first = self.group.memberships[0]
+        self.limits = first.limits
+        self.base_fingerprint = first.base_fingerprint
+        self.reads_images = first.reads_images
 
     @property
     def batcher(self) -> RankedPasses:
@@ -112,27 +92,22 @@ class RankedTrainer:
 
     def memberships(self) -> Sequence[Membership]:
         """Return the places of all ranks in the group."""
-        return self._memberships
+        return self.group.memberships
 
     def may_share(self, model_id: str) -> bool:
         """Whether this is a LoRA adapter in memory with no unreported gradient loss."""
-        return (
-            model_id in self._models
-            and model_id not in self._whole
-            and not self._memory.is_out(model_id)
-            and model_id not in self._unreported_gradient_losses
-        )
+        return self._held.may_share(model_id) and not self.group.memory.is_out(model_id)
 
     def close(self) -> None:
         """End the ranks."""
-        self._models.clear()
+        self._held.names.clear()
         if self._weight_host is not None:
             self._weight_host.close()
-        self._group.close()
+        self.group.current.close()
 
     def stop_waiting(self) -> None:
         """See `Trainer.stop_waiting`: no other group is started."""
-        self._no_more_starts.set()
+        self.group.no_more_starts.set()
 
     def add_model(self, model_id: str, lora_config: LoraConfig | None) -> None:
         """See `Trainer.add_model`.
@@ -142,46 +117,34 @@ class RankedTrainer:
             RanksLost: a rank was lost meanwhile; the model was not created.
             RanksUnavailable: the last group was lost, and no other could be started.
         """
-        self._command(lambda group: self._memory.add(group, model_id, lora_config))
-        self._models.add(model_id)
-        (self._whole.add if lora_config is None else self._whole.discard)(model_id)
-        self._lost.pop(model_id, None)
+        self.group.command(lambda group: self.group.memory.add(group, model_id, lora_config))
+        self._held.add(model_id, is_whole=lora_config is None)
 
     def remove_model(self, model_id: str) -> None:
         """See `Trainer.remove_model`."""
-        self._lost.pop(model_id, None)
-        if model_id in self._models:
-            self._models.remove(model_id)
-            self._salvaged.pop(model_id, None)
-            self._forget_gradient(model_id)
-            self._memory.remove(model_id)
-            self._call_if_alive("remove_model", model_id)
-            self._measure_if_due()
+        if self._held.remove(model_id):
+            self.group.memory.remove(model_id)
+            self.group.call_if_alive("remove_model", model_id)
+            self.group.measure_if_due()
 
     @property
     def capacity(self) -> HeadCapacity | None:
         """See `Trainer.capacity`: that of the rank with the least room."""
-        return self._memory.capacity
+        return self.group.memory.capacity
 
     def memory_bytes(self, model_id: str) -> int:
         """See `Trainer.memory_bytes`: those at the rank where it takes the most."""
-        return self._memory.bytes_of(model_id)
+        return self.group.memory.bytes_of(model_id)
 
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """See `Trainer.forward`."""
-        if batch.uploaded is not None:
-            return run_through(self.custom_pieces(model_id, batch, batch.uploaded), yield_point)
-        return self._pass("forward", model_id, batch, yield_point)
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
+        """See `DirectTrainer.forward`."""
+        return self._pass("forward", model_id, batch)
 
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        """See `Trainer.forward_backward`."""
-        if batch.uploaded is not None:
-            return run_through(self.custom_pieces(model_id, batch, batch.uploaded), yield_point)
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
+        """See `DirectTrainer.forward_backward`."""
         self._report_lost_gradient(model_id)
         with self._forgetting_gradient(model_id):
-            return self._adding_pass(model_id, batch, yield_point)
+            return self._adding_pass(model_id, batch)
 
     def custom_pieces(
         self, model_id: str, batch: Batch, uploaded: UploadedLoss
@@ -193,7 +156,7 @@ class RankedTrainer:
         """
 
         def score(linear: Batch) -> LossOutput:
-            return self._pass("forward", model_id, linear, _nothing)
+            return self._pass("forward", model_id, linear)
 
         if batch.forward_only:
             return (yield from custom_passes.forward(batch, uploaded, score))
@@ -202,16 +165,14 @@ class RankedTrainer:
         def run(linear: Batch) -> LossOutput:
             # A rank may have been lost during the pause.
             self._report_lost_gradient(model_id)
-            return self._adding_pass(model_id, linear, _nothing)
+            return self._adding_pass(model_id, linear)
 
         with self._forgetting_gradient(model_id):
             return (yield from custom_passes.forward_backward(batch, uploaded, score, run))
 
-    def _adding_pass(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        self._unapplied.add(model_id)
-        return self._pass("forward_backward", model_id, batch, yield_point)
+    def _adding_pass(self, model_id: str, batch: Batch) -> LossOutput:
+        self._held.unapplied.add(model_id)
+        return self._pass("forward_backward", model_id, batch)
 
     @contextmanager
     def _forgetting_gradient(self, model_id: str) -> Iterator[None]:
@@ -219,32 +180,31 @@ class RankedTrainer:
         try:
             yield
         except GradientLost:
-            self._forget_gradient(model_id)
+            self._held.forget_gradient(model_id)
             raise
 
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """See `Trainer.optim_step`. If a rank is lost, it is done either nowhere or everywhere."""
+        """See `DirectTrainer.optim_step`. If a rank is lost, it is done nowhere or everywhere."""
         self._report_lost_gradient(model_id)
         with self._forgetting_gradient(model_id):
             self._bring_in(model_id)
-        self._unapplied.discard(model_id)
-        self._model_command(model_id, lambda group: group.call("sum_gradient", model_id))
-        metrics = self._model_command(
+        self._held.unapplied.discard(model_id)
+        self.group.model_command(model_id, lambda group: group.call("sum_gradient", model_id))
+        metrics = self.group.model_command(
             model_id, lambda group: group.call_independently("optim_step", model_id, params)
         )
         return cast("Mapping[str, float]", metrics)
 
     def discard_gradient(self, model_id: str) -> None:
         """See `Trainer.discard_gradient`. A lost model has no gradient."""
-        self._forget_gradient(model_id)
-        if model_id in self._models:
-            self._call_if_alive("discard_gradient", model_id)
+        self._held.forget_gradient(model_id)
+        if model_id in self._held.names:
+            self.group.call_if_alive("discard_gradient", model_id)
 
     def release_memory(self) -> None:
         """See `Trainer.release_memory`. The next command reports a lost rank."""
-        if self._group.is_alive:
-            with suppress(RanksLost):
-                self._command(lambda group: group.call_independently("release_memory"))
+        with suppress(RanksLost):
+            self.group.call_if_alive("release_memory")
 
     def snapshot(self, model_id: str) -> WeightsSnapshot:
         """See `Trainer.snapshot`. If a node is lost meanwhile, surviving ranks may have it."""
@@ -265,9 +225,9 @@ class RankedTrainer:
         if shares is None:
             weights = self._salvaged_weights(model_id)
             return lambda: weights
-        if self._weight_host is not None and model_id in self._whole:
+        if self._weight_host is not None and model_id in self._held.whole:
             with suppress(GradientLost):
-                self._model_command(model_id, self._weight_host.attach_to)
+                self.group.model_command(model_id, self._weight_host.attach_to)
                 return partial(self._weight_host.store_or_copy, shares)
         return shares.weights
 
@@ -285,7 +245,7 @@ class RankedTrainer:
         shares = self._shares("share_state", model_id)
         if shares is not None:
             return shares.state
-        state = self._salvaged[model_id]
+        state = self._held.salvaged[model_id]
         return lambda: state
 
     def begin_reading(self, model_id: str, read: Callable[[TrainingState], T]) -> Callable[[], T]:
@@ -296,10 +256,10 @@ class RankedTrainer:
     def import_state(self, model_id: str, state: TrainingState) -> None:
         """See `Trainer.import_state`."""
         self._bring_in(model_id)
-        self._model_command(
+        self.group.model_command(
             model_id, lambda group: group.call_independently("import_state", model_id, state)
         )
-        self._forget_gradient(model_id)
+        self._held.forget_gradient(model_id)
 
     def export_gradient(self, model_id: str) -> Gradient | None:
         """See `Trainer.export_gradient`. Ranks sum their parts only if there is a gradient.
@@ -308,20 +268,19 @@ class RankedTrainer:
             GradientLost: it was lost with a rank, and no request has reported it.
         """
         shares = None
-        if model_id in self._unapplied:
+        if model_id in self._held.unapplied:
             shares = self._shares("share_gradient", model_id)
-        if model_id in self._unreported_gradient_losses:
-            raise GradientLost(self._unreported_gradient_losses[model_id])
+        self._held.check_gradient(model_id)
         return shares.gradient() if shares is not None else None
 
     def import_gradient(self, model_id: str, gradient: Gradient) -> None:
         """See `Trainer.import_gradient`."""
         self._bring_in(model_id)
-        self._model_command(
+        self.group.model_command(
             model_id, lambda group: group.call_independently("import_gradient", model_id, gradient)
         )
-        self._forget_gradient(model_id)
-        self._unapplied.add(model_id)
+        self._held.forget_gradient(model_id)
+        self._held.unapplied.add(model_id)
 
     def shared_pass(
         self, items: Sequence[TrainingPass], shards: Sequence[Shards]
@@ -337,17 +296,17 @@ class RankedTrainer:
                 has lost nothing: its pass can run again.
             SharedPassFailed: a rank could not compute it. No gradient has changed.
         """
-        parts = parts_of_ranks(items, shards, self._memberships)
+        parts = parts_of_ranks(items, shards, self.group.memberships)
         models = [item.model_id for item in items]
-        self._command(lambda group: self._memory.bring_in(group, models))
-        answers = self._command(
+        self.group.bring_in(models)
+        answers = self.group.command(
             lambda group: group.call_each("shared_pass", [(part,) for part in parts])
         )
         # Only now: a pass that fails is repeated, so it must not count as a lost gradient.
         if not items[0].batch.forward_only:
-            self._unapplied.update(models)
-        self._measure_if_due()
-        return outputs_of(answers, shards, self._memberships)
+            self._held.unapplied.update(models)
+        self.group.measure_if_due()
+        return outputs_of(answers, shards, self.group.memberships)
 
     def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:
         """Apply the gradients of different adapters with two commands in all.
@@ -359,36 +318,35 @@ class RankedTrainer:
                 kept.
         """
         models = [step.model_id for step in steps]
-        self._command(lambda group: self._memory.bring_in(group, models))
-        self._command(lambda group: group.call("sum_gradients", models))
-        self._unapplied.difference_update(models)
+        self.group.bring_in(models)
+        self.group.command(lambda group: group.call("sum_gradients", models))
+        self._held.unapplied.difference_update(models)
         try:
-            metrics = self._command(lambda group: group.call_independently("optim_steps", steps))
+            metrics = self.group.command(
+                lambda group: group.call_independently("optim_steps", steps)
+            )
         except Exception as error:
-            if isinstance(error, WireError) and self._group.is_alive:
-                self._unapplied.update(models)
+            if isinstance(error, WireError) and self.group.current.is_alive:
+                self._held.unapplied.update(models)
             else:
                 # Another group has none of these gradients: a step there would apply nothing. If
                 # the ranks did not fail, theirs are sums, and another step would sum them again.
                 reason = error.message if isinstance(error, WireError) else repr(error)
-                self._unreported_gradient_losses |= dict.fromkeys(
-                    self._models.intersection(models), _consequence(reason)
-                )
+                self._held.note_gradients_lost(models, reason)
             raise
         return cast("list[Mapping[str, float]]", metrics)
 
-    def _pass(
-        self, method: str, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def _pass(self, method: str, model_id: str, batch: Batch) -> LossOutput:
         self._bring_in(model_id)
         item = TrainingPass(model_id, batch)
-        shards = divided([batch], self._memberships)
-        parts = parts_of_ranks([item], shards, self._memberships)
-        arguments = [(model_id, part.batch, _nothing) for [part] in parts]
-        outputs = self._model_command(model_id, lambda group: group.call_each(method, arguments))
-        self._measure_if_due()
-        yield_point()
-        [merged] = outputs_of([[output] for output in outputs], shards, self._memberships)
+        shards = divided([batch], self.group.memberships)
+        parts = parts_of_ranks([item], shards, self.group.memberships)
+        arguments = [(model_id, part.batch) for [part] in parts]
+        outputs = self.group.model_command(
+            model_id, lambda group: group.call_each(method, arguments)
+        )
+        self.group.measure_if_due()
+        [merged] = outputs_of([[output] for output in outputs], shards, self.group.memberships)
         return merged
 
     def _shares(self, method: str, model_id: str) -> Shares | None:
@@ -401,10 +359,10 @@ class RankedTrainer:
         Raises:
             StateLost: the model is lost.
         """
-        self._check_exists(model_id)
-        if self._group.is_alive:
+        self.group.check_exists(model_id)
+        if self.group.current.is_alive:
             with suppress(GradientLost):
-                return self._model_command(
+                return self.group.model_command(
                     model_id, lambda group: Shares.of(group.call_in_parts(method, model_id))
                 )
         return None
@@ -414,111 +372,20 @@ class RankedTrainer:
 
         They are copied out of Ray's store, which has space only for data in transit.
         """
-        weights = self._salvaged[model_id].weights
+        weights = self._held.salvaged[model_id].weights
         return replace(weights, tensors={n: each.clone() for n, each in weights.tensors.items()})
 
-    def _model_command(self, model_id: str, command: Callable[[RankGroup], T]) -> T:
-        """Run a command for a model.
-
-        Raises:
-            StateLost: the model is lost.
-            GradientLost: a rank was lost meanwhile; the model continues without a gradient.
-        """
-        self._check_exists(model_id)
-        try:
-            return self._command(command)
-        except RanksLost as error:
-            self._check_exists(model_id)
-            raise GradientLost(_consequence(error.message)) from error
-
-    def _command(self, command: Callable[[RankGroup], T]) -> T:
-        """Run a command, in a new group if the last was lost; salvage states if this one is."""
-        if not self._group.is_alive:
-            self._replace_group()
-        group = self._group
-        try:
-            return command(group)
-        finally:
-            if not group.is_alive:
-                self._note_loss(group)
-
     def _bring_in(self, model_id: str) -> None:
-        """Page a model in at all ranks; raises as `_model_command`, and Overloaded if it can't."""
-        self._model_command(model_id, lambda group: self._memory.bring_in(group, [model_id]))
-
-    def _measure_if_due(self) -> None:
-        """Measure the memory of the ranks now and then. The next command reports a lost rank."""
-        if self._group.is_alive and self._memory.is_due:
-            with suppress(RanksLost):
-                self._command(self._memory.measure)
-
-    def _call_if_alive(self, method: str, model_id: str) -> None:
-        """Run a command unless the group is lost: a lost group needs no cleanup."""
-        if self._group.is_alive:
-            self._command(lambda group: group.call_independently(method, model_id))
-
-    def _note_loss(self, group: RankGroup) -> None:
-        states: Mapping[str, TrainingState] = group.salvaged or {}
-        reason = group.loss or ""
-        self._lost |= dict.fromkeys(self._models - states.keys(), reason)
-        self._models &= states.keys()
-        self._salvaged = {model_id: states[model_id] for model_id in self._models}
-        self._unreported_gradient_losses |= dict.fromkeys(
-            self._unapplied & self._models, _consequence(reason)
+        """Page a model in at all ranks; raises as `model_command`, and Overloaded if it can't."""
+        self.group.model_command(
+            model_id, lambda group: self.group.memory.bring_in(group, [model_id])
         )
-        self._unapplied.clear()
-        self._memory.note_loss()
-
-    def _replace_group(self) -> None:
-        """Start another group with the models of the lost one. It can be repeated after a failure.
-
-        Raises:
-            RanksUnavailable: the group could not be started, or was lost immediately.
-        """
-        group = self._start(self._no_more_starts)
-        try:
-            for model_id in self._memory.restart(self._models & self._salvaged.keys()):
-                state = self._salvaged[model_id]
-                self._memory.add_back(group, model_id, state.weights.lora)
-                group.call("import_state", model_id, state)
-            memberships = memberships_of(group, self.base_fingerprint)
-            if self._weight_host is not None:
-                self._weight_host.attach_to(group)
-        except BaseException as error:
-            group.close()
-            self._memory.note_loss()
-            if isinstance(error, RanksLost):
-                raise RanksUnavailable(f"the ranks started but were lost: {error}") from error
-            raise
-        self._group, self._memberships, self._salvaged = group, memberships, {}
-
-    def _check_exists(self, model_id: str) -> None:
-        if model_id not in self._models:
-            reason = self._lost.get(model_id, self._group.loss)
-            raise StateLost(
-                f"model {model_id} was lost when ranks that held it ended ({reason}); create a"
-                " training client from its last checkpoint"
-            )
 
     def _report_lost_gradient(self, model_id: str) -> None:
-        reason = self._unreported_gradient_losses.get(model_id)
-        if reason is not None:
+        try:
+            self._held.check_gradient(model_id)
+        except GradientLost:
             # The data is sent again: what may be left at the ranks must not be added to it.
-            self._call_if_alive("discard_gradient", model_id)
-            del self._unreported_gradient_losses[model_id]
-            raise GradientLost(reason)
-
-    def _forget_gradient(self, model_id: str) -> None:
-        self._unapplied.discard(model_id)
-        self._unreported_gradient_losses.pop(model_id, None)
-
-
-def _consequence(reason: str) -> str:
-    return (
-        f"{reason}; other ranks continue the model from its last optim_step. The gradient"
-        " accumulated since then was lost: send the data of this step again"
-    )
-
-
-def _nothing() -> None:
-    """Do nothing: no sampler runs at ranks."""
+            self.group.call_if_alive("discard_gradient", model_id)
+            self._held.forget_gradient(model_id)
+            raise

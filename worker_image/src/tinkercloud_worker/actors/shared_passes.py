@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs, select_examples
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, padded_lengths
 from tinkercloud_worker.engine.ranks import Membership
-from tinkercloud_worker.engine.trainer import LossOutput, OptimizerStep, TrainingPass
+from tinkercloud_worker.engine.trainer import DirectTrainer, LossOutput, OptimizerStep, TrainingPass
 from tinkercloud_worker.engine.turns.engine_thread import PieceLimit, Pieces
 
 Shards = Sequence[Sequence[int]]
@@ -89,7 +88,7 @@ def outputs_of(
     ]
 
 
-class SharingTrainer(Protocol):
+class SharingTrainer(DirectTrainer, Protocol):
     """What this module needs of the trainer that runs the ranks."""
 
     def may_share(self, model_id: str) -> bool:
@@ -97,14 +96,6 @@ class SharingTrainer(Protocol):
 
     def memberships(self) -> Sequence[Membership]:
         """Return the places of all ranks."""
-
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """See `engine.trainer.Trainer`."""
-
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        """See `engine.trainer.Trainer`."""
 
     def custom_pieces(
         self, model_id: str, batch: Batch, uploaded: UploadedLoss
@@ -119,9 +110,6 @@ class SharingTrainer(Protocol):
         An exception means that the pass changed no gradient, so that each can run again alone. If
         ranks were lost, so were earlier gradients: passes of their models then say so.
         """
-
-    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """See `engine.trainer.Trainer`."""
 
     def shared_step(self, steps: Sequence[OptimizerStep]) -> list[Mapping[str, float]]:
         """Run the steps of different models; an exception means that none was applied."""
@@ -225,7 +213,7 @@ class RankedPasses:
         while True:
             shard = range(start, self._end_of_piece(batch, start, limit))
             part = batch if len(shard) == examples else select_examples(batch, shard)
-            outputs.append(compute(item.model_id, part, _nothing))
+            outputs.append(compute(item.model_id, part))
             shards.append(shard)
             start = shard.stop
             if start == examples:
@@ -272,7 +260,3 @@ class RankedSteps:
         """See `engine.thread.Batcher`: a step is one piece."""
         yield from ()
         return self._trainer.optim_step(item.model_id, item.params)
-
-
-def _nothing() -> None:
-    """Do nothing: no sampler runs at ranks."""

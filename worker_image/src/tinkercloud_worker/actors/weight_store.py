@@ -79,7 +79,11 @@ class WeightStore:
         """Held by the one write that has a model in memory."""
         # Names are unique across stores: a head identifies a model by its name alone.
         self._files = WeightsFolder(
-            self._folder, server_dir=None, owner=f"ranks-{uuid4().hex}", base_path=config.base_path
+            self._folder,
+            server_dir=None,
+            owner=f"ranks-{uuid4().hex}",
+            base_path=config.base_path,
+            base_model=config.base_model,
         )
         self._senders: dict[str, SenderProcess] = {}
 
@@ -101,7 +105,7 @@ class WeightStore:
         return model
 
     def _write(self, shares: Shares) -> StoredModel:
-        name = self._files.write(shares.weights(), self._config.base_model)
+        name = self._files.write(shares.weights())
         folder = self._files.find(name).local_dir
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         return StoredModel(name, sizes, tensor_names(folder / FULL_WEIGHTS))

@@ -14,9 +14,9 @@ from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.memory_report import MemoryReport
 from tinkercloud_worker.engine.tensor_slices import Piece
 from tinkercloud_worker.engine.trainer import (
+    DirectTrainer,
     LossOutput,
     OptimizerStep,
-    Trainer,
     TrainingPass,
     TrainingState,
 )
@@ -70,12 +70,12 @@ class SharedPassFailed(WireError):
     """A replica could not compute a shared pass; every rank has the gradients from before it."""
 
 
-class RankTrainer(Trainer, Protocol):
+class RankTrainer(DirectTrainer, Protocol):
     """A rank's part of a trainer: every rank gets the same calls in the same order.
 
     Passes receive the batch shard of the rank's replica, and their result is taken from the rank
-    that answers. A model is exported in shares, one of each rank; the exports of `Trainer` need a
-    rank that has all of the model. The results of other methods are taken from rank 0. Errors of
+    that answers. A model is exported in shares, one of each rank; the exports of `ModelHolder` need
+    a rank that has all of the model. The results of other methods are taken from rank 0. Errors of
     the client are raised by all ranks alike.
 
     `optim_step`, `discard_gradient`, `import_state`, `import_gradient`, `remove_model`, `memory`,

@@ -1,7 +1,7 @@
 """The interface of a trainer: several models over one base, each with its gradient and moments.
 
 All calls come from one thread, in an order that the head decides. Calls are not interrupted, except
-that forward and forward_backward call `yield_point` wherever the base model is free for sampling.
+that the pieces of a pass end wherever the base model is free for sampling.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -120,28 +120,14 @@ class GradientLost(WireError):
     """The accumulated gradient was lost; weights and moments are unchanged."""
 
 
-class Trainer(Protocol):
-    """Trains models of one base. Methods raise InvalidRequest for errors of the client."""
+class ModelHolder(Protocol):
+    """Holds models of one base under training. Methods raise InvalidRequest for client errors."""
 
     limits: ModelLimits
     base_fingerprint: str | None
     """Fingerprint of the loaded base model (`fingerprint`); None if none is loaded."""
     reads_images: bool
     """Whether the examples of a pass may have images."""
-
-    @property
-    def batcher(self) -> "Batcher[TrainingPass, LossOutput] | None":
-        """Runs queued passes, some of several models as one job, and long ones in pieces.
-
-        None if each pass runs by itself and in one piece.
-        """
-
-    @property
-    def stepper(self) -> "Batcher[OptimizerStep, Mapping[str, float]] | None":
-        """Runs queued calls of `optim_step`, those of several models as one update.
-
-        None if each runs by itself.
-        """
 
     @property
     def capacity(self) -> HeadCapacity | None:
@@ -165,21 +151,6 @@ class Trainer(Protocol):
 
         With several ranks it is the most at one of them, with moments that it does not have yet. 0
         for an unknown model and for one that was paged out. May be called on any thread.
-        """
-
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        """Compute logprobs and loss without changing anything."""
-
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        """Compute logprobs and loss, and add the gradient of the loss to the model's."""
-
-    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
-        """Clip and apply the accumulated gradient, then zero it; return metrics.
-
-        Raises:
-            InvalidRequest: the gradient is not finite. It is zeroed without being applied.
         """
 
     def discard_gradient(self, model_id: str) -> None:
@@ -252,4 +223,33 @@ class Trainer(Protocol):
 
         Raises:
             InvalidRequest: names or shapes do not match the model.
+        """
+
+
+class Trainer(ModelHolder, Protocol):
+    """Trains models of one base; the head runs passes and steps through the engine thread."""
+
+    @property
+    def batcher(self) -> Batcher[TrainingPass, LossOutput]:
+        """Runs queued passes, some of several models as one job, and long ones in pieces."""
+
+    @property
+    def stepper(self) -> Batcher[OptimizerStep, Mapping[str, float]]:
+        """Runs queued optimizer steps, those of several models as one update."""
+
+
+class DirectTrainer(ModelHolder, Protocol):
+    """Computes for one model at a time, at once: what ranks do, on behalf of a `Trainer`."""
+
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
+        """Compute logprobs and loss without changing anything."""
+
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
+        """Compute logprobs and loss, and add the gradient of the loss to the model's."""
+
+    def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """Clip and apply the accumulated gradient, then zero it; return metrics.
+
+        Raises:
+            InvalidRequest: the gradient is not finite. It is zeroed without being applied.
         """

@@ -74,7 +74,6 @@ class InferenceSampler:
         controls: Mapping[str, SglangControl],
         folder: WeightsFolder,
         config: SamplerConfig,
-        base_model: str,
         *,
         decode: Decode,
         neutral: WeightsSnapshot | None,
@@ -87,7 +86,6 @@ class InferenceSampler:
             controls: controls of the servers whose weights and memory this head manages, by URL.
             folder: where to write weights.
             config: limits and timeouts.
-            base_model: name of the base model.
             decode: decoder of its tokenizer.
             neutral: an adapter that changes nothing, through which the base model is sampled if
                 servers mishandle requests without an adapter; None if they don't.
@@ -105,7 +103,6 @@ class InferenceSampler:
         self._controls = controls
         self._folder = folder
         self._config = config
-        self._base_model = base_model
         self._decode = decode
         self._neutral = neutral
         self._unadapted = unadapted
@@ -345,7 +342,7 @@ class InferenceSampler:
 
     async def _write(self, weights: WeightsSnapshot) -> str:
         """Write weights and return their name; if cancelled, remove the files."""
-        work = asyncio.to_thread(self._folder.write, weights, self._base_model)
+        work = asyncio.to_thread(self._folder.write, weights)
         writing = asyncio.create_task(work)
         try:
             return await asyncio.shield(writing)

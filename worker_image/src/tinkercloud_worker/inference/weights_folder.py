@@ -86,7 +86,7 @@ class WeightsFolder:
     """Files of published weights. Methods block; they may be called from several threads."""
 
     def __init__(
-        self, folder: Path, *, server_dir: Path | None, owner: str, base_path: Path
+        self, folder: Path, *, server_dir: Path | None, owner: str, base_path: Path, base_model: str
     ) -> None:
         """Use a folder, which is created when first needed.
 
@@ -95,18 +95,20 @@ class WeightsFolder:
             server_dir: path of the same folder in the servers; None if they can't read it.
             owner: unique name of this process among all that ever write to the folder.
             base_path: Hugging Face folder of the base model.
+            base_model: name of the base model.
         """
         self._folder = folder
         self._server_dir = server_dir
         self._owner = owner
         self._base_path = base_path
+        self._base_model = base_model
         self._numbers = itertools.count(1)
         self._written: set[str] = set()
         """Names written by this process."""
         self._remote: dict[str, RemoteModel] = {}
         """Models whose files are elsewhere, and are copied here when needed."""
 
-    def write(self, weights: WeightsSnapshot, base_model: str) -> str:
+    def write(self, weights: WeightsSnapshot) -> str:
         """Write weights and return their name.
 
         Adapters are written in PEFT's format with separate experts, full models as a Hugging Face
@@ -123,7 +125,7 @@ class WeightsFolder:
             if weights.lora is None:
                 self._write_model(weights.tensors, target)
             else:
-                for file, content in formats.encode_for_servers(weights, base_model).items():
+                for file, content in formats.encode_for_servers(weights, self._base_model).items():
                     (target / file).write_bytes(content)
         except OSError as error:
             self.remove(name)

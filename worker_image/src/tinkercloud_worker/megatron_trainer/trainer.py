@@ -130,18 +130,12 @@ class MegatronTrainer(ReplicatedTrainer, SharingRank):
         )
 
     @override
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        output = self._pass(model_id, batch, is_forward=True)
-        yield_point()
-        return output
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
+        return self._pass(model_id, batch, is_forward=True)
 
     @override
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        output = self._pass(model_id, batch, is_forward=False)
-        yield_point()
-        return output
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
+        return self._pass(model_id, batch, is_forward=False)
 
     @override
     def shared_pass(self, items: Sequence[TrainingPass]) -> Sequence[LossOutput]:

@@ -8,7 +8,7 @@ pass that adapters share is one micro-batch at every rank; a rank without exampl
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -68,9 +68,9 @@ class ShardedTrainer(DataParallelTrainer):
         self._mesh = mesh
 
     @override
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
         missing = self._missing_passes(batch)
-        output = super().forward(model_id, batch, yield_point)
+        output = super().forward(model_id, batch)
         with torch.no_grad():
             for _ in range(missing):
                 self._dummy_pass(model_id)
@@ -80,11 +80,9 @@ class ShardedTrainer(DataParallelTrainer):
         return output
 
     @override
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
         missing = self._missing_passes(batch)
-        output = super().forward_backward(model_id, batch, yield_point)
+        output = super().forward_backward(model_id, batch)
         for _ in range(missing):
             model_segments, hidden_RD = self._dummy_pass(model_id)
             self._backward(model_segments, hidden_RD, torch.zeros_like(hidden_RD))

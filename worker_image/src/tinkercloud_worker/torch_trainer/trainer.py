@@ -24,7 +24,7 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
-from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass, WeightsSnapshot
 from tinkercloud_worker.engine.turns.engine_thread import (
     Batcher,
     Pause,
@@ -66,7 +66,7 @@ def _no_limit() -> None:
     """Let a piece have as many tokens as a micro-batch."""
 
 
-class TorchTrainer(AdamTrainer):
+class TorchTrainer(AdamTrainer, Trainer):
     """Implements `engine.trainer.Trainer` on one device."""
 
     def __init__(
@@ -156,15 +156,13 @@ class TorchTrainer(AdamTrainer):
         layout.fill(trainable.flat.detach(), weights, "base model")
         return TrainedModel(None, trainable)
 
-    @override
-    def forward(self, model_id: str, batch: Batch, yield_point: Callable[[], None]) -> LossOutput:
-        return run_through(self._pieces(model_id, batch, self._evaluate), yield_point)
+    def forward(self, model_id: str, batch: Batch) -> LossOutput:
+        """See `DirectTrainer.forward`."""
+        return run_through(self._pieces(model_id, batch, self._evaluate), lambda: None)
 
-    @override
-    def forward_backward(
-        self, model_id: str, batch: Batch, yield_point: Callable[[], None]
-    ) -> LossOutput:
-        return run_through(self._pieces(model_id, batch, self._run), yield_point)
+    def forward_backward(self, model_id: str, batch: Batch) -> LossOutput:
+        """See `DirectTrainer.forward_backward`."""
+        return run_through(self._pieces(model_id, batch, self._run), lambda: None)
 
     def pieces(self, item: TrainingPass, limit: PieceLimit) -> Pieces[LossOutput]:
         """See `engine.thread.Batcher`: a pass in micro-batches.

@@ -23,10 +23,8 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.trainer import (
     Gradient,
-    LossOutput,
+    ModelHolder,
     OptimizerStep,
-    Trainer,
-    TrainingPass,
     TrainingState,
     WeightsSnapshot,
 )
@@ -42,8 +40,8 @@ _PART = 1 << 24
 """Elements of a vector copied at a time."""
 
 
-class AdamTrainer(Trainer, ABC):
-    """The part of `engine.trainer.Trainer` that does not run the model."""
+class AdamTrainer(ModelHolder, ABC):
+    """The part of a trainer that does not run the model."""
 
     def __init__(
         self,
@@ -65,11 +63,6 @@ class AdamTrainer(Trainer, ABC):
         self._memory = memory if memory is not None else DeviceMemory()
         self._models = self._memory.models
         self._stepper = _Stepper(self, self._models)
-
-    @property
-    @override
-    def batcher(self) -> Batcher[TrainingPass, LossOutput] | None:
-        return None
 
     @property
     @override
@@ -95,12 +88,12 @@ class AdamTrainer(Trainer, ABC):
         return self._models.memory_bytes(model_id)
 
     @property
-    @override
     def stepper(self) -> Batcher[OptimizerStep, Mapping[str, float]]:
+        """See `Trainer.stepper`."""
         return self._stepper
 
-    @override
     def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """See `DirectTrainer.optim_step`."""
         model = self._models[model_id]
         try:
             (metrics,) = _apply_steps([(model, params)])

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -49,18 +50,98 @@ _PATIENCE_SECONDS = 20.0
 """How long `change_kept` waits for a snapshot: less than the API server waits for a response."""
 
 
+@dataclass(eq=False)
+class LocalJournal:
+    """The requests of a run on the local disk, in segments, and the manifest.
+
+    No head continues a journal without its manifest.
+    """
+
+    folder: JournalFolder
+    manifest: JournalManifest
+    threads: ThreadPoolExecutor
+    """Where files are written."""
+    fsync: bool
+    on_failure: Callable[[Exception], None] = lambda _: None
+    """Called if writing fails. Nothing is written from then on, until another segment begins."""
+    _number: int = field(default=1, init=False)
+    _bytes_before: int = field(default=0, init=False)
+    """Bytes of the segments before the last one."""
+
+    def __post_init__(self) -> None:
+        self.writer = self._open(0)
+        """Writes the last segment."""
+
+    def _open(self, next_index: int) -> JournalWriter:
+        return JournalWriter(
+            self.folder,
+            self.threads,
+            number=self._number,
+            next_index=next_index,
+            fsync=self.fsync,
+            on_failure=lambda error: self.on_failure(error),  # noqa: PLW0108 - it may be set later
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the requests that no snapshot has."""
+        return self._bytes_before + self.writer.size_bytes
+
+    def continue_after(self, number: int, index: int, num_bytes: int) -> None:
+        """Continue after the segment and the record of these numbers, with so many bytes."""
+        self._bytes_before = num_bytes
+        self.writer.close()
+        self._number = number + 1
+        self.writer = self._open(index + 1)
+
+    def begin_segment(self) -> None:
+        """Write later requests to a new segment, also if writing the last one has failed."""
+        if self.writer.has_failed:
+            self._number += 1
+            self.writer = self._open(self.writer.last_index + 1)
+        else:
+            self._bytes_before = self.num_bytes
+            self._number = self.writer.rotate()
+
+    async def remove_earlier(self) -> None:
+        """Remove the segments before the last one, whose requests a snapshot has."""
+        await self._in_thread(lambda: self.folder.remove_before(self._number))
+        self._bytes_before = 0
+
+    async def restore(self) -> None:
+        """Write the manifest again after `withdraw`."""
+        await self._in_thread(lambda: self.folder.write_manifest(self.manifest))
+        if self.writer.has_failed:
+            # It failed meanwhile: what it lacks is in memory only.
+            await self._in_thread(self._withdraw)
+
+    async def clear(self) -> None:
+        """Delete all files."""
+        await self._in_thread(lambda: self.folder.clear_before(self._number + 1))
+        self._bytes_before = 0
+
+    def withdraw(self) -> None:
+        """Remove the manifest soon, so that no head continues from files that lack requests."""
+        self.threads.submit(self._withdraw)
+
+    def _withdraw(self) -> None:
+        with suppress(OSError):
+            self.folder.withdraw()
+
+    async def _in_thread(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+
 class DurableRun:
     """Implements `request_log.RequestLog` for one model. Belongs to one event loop."""
 
     def __init__(
         self,
         model: LiveModel,
-        manifest: JournalManifest,
-        folder: JournalFolder,
+        journal: LocalJournal,
         snapshots: Snapshots,
         *,
         config: DurabilityConfig,
-        threads: ThreadPoolExecutor,
         attempts: Attempts,
         on_change: Callable[[], None],
     ) -> None:
@@ -68,11 +149,9 @@ class DurableRun:
 
         Args:
             model: the model.
-            manifest: of its journal.
-            folder: of its journal.
+            journal: its requests on the local disk.
             snapshots: takes and writes the snapshots.
             config: when to take them.
-            threads: where files are written.
             attempts: counts the heads that its requests have ended.
             on_change: called when the run is degraded, and when it is durable again.
         """
@@ -80,17 +159,13 @@ class DurableRun:
         self.share = snapshots.share
         """What the run has on the disk."""
         self.share.give_way = self._give_way
-        self._manifest, self._folder = manifest, folder
-        self._config, self._threads = config, threads
+        self._config, self._journal = config, journal
+        journal.on_failure = self._writing_failed
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
         is_wanted = model.spec.restore_from is not None
         self._schedule = SnapshotSchedule(config, model.spec.lora, is_wanted=is_wanted)
-        self._number, self._next_index = 1, 0
-        self._writer = self._open()
-        self._bytes_before = 0
-        """Bytes of the segments before the last one."""
         self._entries = JournalEntries()
         self._saving: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[None] | None = None
@@ -115,7 +190,7 @@ class DurableRun:
     def ship(self, shipping: Shipping) -> None:
         """Copy the journal to the object store from now on."""
         self._shipping = shipping
-        if self._writer.last_index >= 0:
+        if self._journal.writer.last_index >= 0:
             shipping.require_snapshot("requests arrived before the checkpoint store was ready")
 
     async def copy_snapshot(self, state: SuspendedManifest) -> None:
@@ -130,22 +205,9 @@ class DurableRun:
 
     def continue_after(self, number: int, index: int) -> None:
         """Continue a journal whose last segment and record have these numbers."""
-        self._bytes_before = self.share.journal_bytes
-        self._writer.close()
-        self._number, self._next_index = number + 1, index + 1
-        self._writer = self._open()
+        self._journal.continue_after(number, index, self.share.journal_bytes)
         # The last head may not have copied all of these requests, which are repeated now.
         self._entries.needed = index
-
-    def _open(self) -> JournalWriter:
-        return JournalWriter(
-            self._folder,
-            self._threads,
-            number=self._number,
-            next_index=self._next_index,
-            fsync=self._config.fsync,
-            on_failure=self._writing_failed,
-        )
 
     def append(self, queued: QueuedRequest) -> None:
         """See `RequestLog.append`."""
@@ -154,12 +216,12 @@ class DurableRun:
             # The manifest has what creates the model.
             return
         entry = self._entries.entry(queued, source.path)
-        index = self._writer.append(entry, source.body)
+        index = self._journal.writer.append(entry, source.body)
         self._entries.added(queued, index)
         if self._shipping is not None:
             self._shipping.append(Record(index, entry, source.body))
-        if not self._writer.has_failed:
-            self.share.set_journal(self._num_bytes)
+        if not self._journal.writer.has_failed:
+            self.share.set_journal(self._journal.num_bytes)
         metrics.JOURNAL_BYTES.inc(len(source.body))
 
     def record_key(self, seq_id: int, key: str | None) -> None:
@@ -188,13 +250,13 @@ class DurableRun:
 
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
-        await self._writer.written()
+        await self._journal.writer.written()
         await self._shipped()
 
     async def settled(self) -> None:
         """See `RequestLog.settled`; it also returns if the journal has failed."""
         durable = asyncio.Event()
-        self._writer.when_durable(self._writer.last_index, durable.set)
+        self._journal.writer.when_durable(self._journal.writer.last_index, durable.set)
         await durable.wait()
         await self._shipped()
 
@@ -224,7 +286,7 @@ class DurableRun:
         if self._shipping is not None and self._config.wait_for_store:
             shipping, written = self._shipping, act
             act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
-        self._writer.when_durable(index, act)
+        self._journal.writer.when_durable(index, act)
 
     def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:
         """See `RequestLog.repeating`."""
@@ -253,17 +315,12 @@ class DurableRun:
         due = self._due_at()
         return due is not None and due <= time.monotonic()
 
-    @property
-    def _num_bytes(self) -> int:
-        """Bytes of the requests that no snapshot has."""
-        return self._bytes_before + self._writer.size_bytes
-
     def _check_size(self) -> None:
         is_tried = self._schedule.failure is not None or self._saving is not None
         limit = 2 * self._config.max_journal_bytes
-        if self.failure is None and is_tried and self._num_bytes >= limit:
+        if self.failure is None and is_tried and self._journal.num_bytes >= limit:
             self._degrade(
-                f"the journal has {self._num_bytes} bytes (durability.max_journal_bytes is"
+                f"the journal has {self._journal.num_bytes} bytes (durability.max_journal_bytes is"
                 f" {self._config.max_journal_bytes}), and no snapshot could be written"
                 f" ({self._schedule.failure or 'the last one is not complete'})"
             )
@@ -276,7 +333,7 @@ class DurableRun:
         if queue.sequencer.next_seq_id == 0:
             # The model is still being created or restored.
             return None
-        is_large = self._num_bytes >= self._config.max_journal_bytes
+        is_large = self._journal.num_bytes >= self._config.max_journal_bytes
         if queue.background and not is_large:
             # An upload that runs can't be part of a snapshot.
             return None
@@ -299,14 +356,9 @@ class DurableRun:
                 return
             if self._is_closed:
                 return
-            if self._writer.has_failed:
-                self._number, self._next_index = self._number + 1, self._writer.last_index + 1
-                self._writer = self._open()
-            else:
-                self._bytes_before = self._num_bytes
-                self._number = self._writer.rotate()
+            self._journal.begin_segment()
         self._schedule.is_wanted = False
-        first_index = self._writer.last_index + 1
+        first_index = self._journal.writer.last_index + 1
         if self._shipping is not None:
             self._shipping.begin_snapshot(first_index)
         self._saving = asyncio.create_task(self._save(snapshot, first_index, point))
@@ -323,18 +375,18 @@ class DurableRun:
         began = time.monotonic()
         try:
             async with self._files:
-                manifest = await self._write(snapshot, self._number)
+                manifest = await self._write(snapshot)
         except Abandoned:
             self.share.discarded()
         except Exception as error:  # noqa: BLE001 - any failure leaves the run training
             self._schedule.is_wanted = True
             self.share.discarded()
             if self.failure is not None:
-                self._writer.close()
+                self._journal.writer.close()
             self._snapshot_failed(error, began)
         else:
             self._schedule.saved(point)
-            if not self._writer.has_failed:
+            if not self._journal.writer.has_failed:
                 self._schedule.retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
@@ -346,18 +398,14 @@ class DurableRun:
             self._attempted.set()
             self._model.queue.wake()
 
-    async def _write(self, snapshot: Snapshot, number: int) -> SuspendedManifest:
+    async def _write(self, snapshot: Snapshot) -> SuspendedManifest:
         manifest = await self._snapshots.write(snapshot)
         # Before the manifest exists again: a run that was degraded has a gap in these.
-        await self._in_thread(lambda: self._folder.remove_before(number))
-        if self.failure is not None and not self._writer.has_failed:
-            await self._in_thread(lambda: self._folder.write_manifest(self._manifest))
-            if self._writer.has_failed:
-                # It failed meanwhile: what it lacks is in memory only.
-                await self._in_thread(self._withdraw)
-        self._bytes_before = 0
+        await self._journal.remove_earlier()
+        if self.failure is not None and not self._journal.writer.has_failed:
+            await self._journal.restore()
         self.share.committed()
-        self.share.set_journal(0 if self._writer.has_failed else self._num_bytes)
+        self.share.set_journal(0 if self._journal.writer.has_failed else self._journal.num_bytes)
         self._end_failure()
         return manifest
 
@@ -380,7 +428,7 @@ class DurableRun:
             self._schedule.copied()
 
     def _end_failure(self) -> None:
-        if self._writer.has_failed or self.degraded is None:
+        if self._journal.writer.has_failed or self.degraded is None:
             return
         log.info("a run is durable again", model_id=self._name)
         self.failure = self._lacks_room = None
@@ -413,7 +461,7 @@ class DurableRun:
         if self._is_closed:
             return
         is_new, self.failure = self.failure is None, reason
-        self._writer.close()
+        self._journal.writer.close()
         self._schedule.retry.failed(time.monotonic())
         if is_new:
             log.error(
@@ -422,7 +470,7 @@ class DurableRun:
                 reason=reason,
             )
         # A head that continued from it would not know what is in memory only.
-        self._threads.submit(self._withdraw)
+        self._journal.withdraw()
         self._model.queue.wake()
         self._on_change()
 
@@ -434,7 +482,7 @@ class DurableRun:
     async def _clear(self) -> None:
         async with self._files:
             # Otherwise a snapshot has started that replaces the files.
-            if self._writer.has_failed and not self._is_closed:
+            if self._journal.writer.has_failed and not self._is_closed:
                 with suppress(OSError):
                     await self._delete_useless()
             else:
@@ -442,17 +490,8 @@ class DurableRun:
 
     async def _delete_useless(self) -> None:
         """Delete what the disk has of a degraded run. `_files` must be held."""
-        following = self._number + 1
-        await self._in_thread(lambda: self._folder.clear_before(following))
-        self._bytes_before = 0
+        await self._journal.clear()
         self.share.cleared()
-
-    def _withdraw(self) -> None:
-        with suppress(OSError):
-            self._folder.withdraw()
-
-    async def _in_thread(self, work: Callable[[], None]) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     @property
     def _name(self) -> str:
@@ -475,7 +514,7 @@ class DurableRun:
     def close(self) -> None:
         """Write nothing from now on. Idempotent."""
         self._is_closed = True
-        self._writer.close()
+        self._journal.writer.close()
         self.attempts.close()
         if self._shipping is not None:
             self._shipping.close()

@@ -20,7 +20,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable, WireEr
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.durable.durable_run import DurableRun
+from tinkercloud_worker.head.durable.durable_run import DurableRun, LocalJournal
 from tinkercloud_worker.head.durable.journal_copies import LocalState, SharedJournals, check_fits
 from tinkercloud_worker.head.durable.journal_room import JournalRoom, num_bytes_in
 from tinkercloud_worker.head.durable.snapshots import Snapshots
@@ -398,11 +398,9 @@ class Durability:
         earlier = self._runs.pop(name, None)
         run = DurableRun(
             model,
-            manifest,
-            folder,
+            LocalJournal(folder, manifest, self._threads, fsync=self._config.fsync),
             snapshots,
             config=self._config,
-            threads=self._threads,
             attempts=Attempts(folder, self._threads, self._turns),
             on_change=self._changed,
         )

@@ -120,3 +120,12 @@ class KeptRuns:
         """
         failures = [await self.load(manifest) for manifest in await self.waiting(only)]
         return next((each for each in failures if each is not None), None)
+
+    async def repeat(self, only: str = "") -> WireError | None:
+        """Continue these runs as `load_all`; return once their requests are repeated."""
+        kept = await self.waiting(only)
+        failures = [await self.load(manifest) for manifest in kept]
+        for manifest in kept:
+            if (model := self._models.in_memory.get(manifest.run_id)) is not None:
+                await model.queue.idle()
+        return next((each for each in failures if each is not None), None)

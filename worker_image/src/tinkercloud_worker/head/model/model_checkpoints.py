@@ -92,24 +92,25 @@ class ModelCheckpoints:
             files={},
         )
 
-    async def refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
+    async def begin(
+        self, path: CheckpointPath, seq_id: int | None, *, overwrite: bool = False
+    ) -> CheckpointManifest | None:
         """Check that a name is unused, or may be overwritten; wait for its upload first.
+
+        Returns:
+            The checkpoint that the request of this number saved there before; None if it did not.
+            An earlier head that was killed may have written it, without that the client knows.
 
         Raises:
             InvalidRequest: the name is in use.
         """
+        saved = await self._backend.store.find(path)
+        if saved is not None and saved.saved_by == f"{self._name}:{seq_id or 0}":
+            return saved
         if (upload := self._uploads.get(str(path))) is not None:
             await asyncio.gather(upload, return_exceptions=True)
         await self._backend.store.refuse_duplicate(path, overwrite=overwrite)
-
-    async def find_saved_by(self, path: CheckpointPath, seq_id: int) -> CheckpointManifest | None:
-        """Return the checkpoint that this request saved there before; None if it did not.
-
-        An earlier head that was killed may have written it, without that the client knows.
-        """
-        manifest = await self._backend.store.find(path)
-        request_id = f"{self._name}:{seq_id}"
-        return manifest if manifest is not None and manifest.saved_by == request_id else None
+        return None
 
     def upload(
         self,

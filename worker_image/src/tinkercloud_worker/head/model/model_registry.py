@@ -56,6 +56,10 @@ class ModelRegistry:
         """Return the models of a place, the one that came there first at the beginning."""
         return [name for name, each in self._entries.items() if each.state.place is place]
 
+    def of_owner(self, owner: str) -> list[LiveModel]:
+        """Return the models of an owner that are in memory."""
+        return [model for model in self._live.values() if model.spec.owner == owner]
+
     def stored(self, name: str) -> SuspendedModel | None:
         """Return the state of a model that this head has written and can resume or take back."""
         entry = self._entries.get(name)

@@ -30,13 +30,12 @@ from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
-    LossOutput,
     OptimizerStep,
     Publication,
     TrainingPass,
     TrainingState,
 )
-from tinkercloud_worker.engine.turns.engine_thread import Unshared, YieldPoint
+from tinkercloud_worker.engine.turns.engine_thread import Unshared
 from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
 from tinkercloud_worker.head.backend import Backend, random_seed
@@ -104,23 +103,17 @@ class Operations:
     async def create(self) -> Result:
         """Create the model from the base weights or from a checkpoint."""
         self._refused = "the model could not be created"
-        spec, limit = self._spec, self._backend.config.limits.max_lora_rank
-        if spec.optimizer.type != "adamw":
-            raise InvalidRequest(
-                f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
-                " others have no public definition)"
-            )
-        if spec.lora is not None and spec.lora.rank > limit:
-            raise InvalidRequest(
-                f"lora_config.rank: must be at most {limit} (limits.max_lora_rank), got"
-                f" {spec.lora.rank}"
-            )
+        spec = self._spec
+        _check_supported(spec, self._backend.config.limits.max_lora_rank)
         saved = None
         if spec.restore_from is not None:
             saved = await read_checkpoint(
                 self._backend, spec.restore_from, with_optimizer=spec.restore_optimizer
             )
-            self._check_shape(saved.state, spec.restore_from)
+            if saved.state.weights.lora is None and spec.lora is not None:
+                raise InvalidRequest(
+                    f"{spec.restore_from} holds a fully fine-tuned model, not a LoRA adapter"
+                )
         lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
         await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
         if saved is not None:
@@ -140,7 +133,6 @@ class Operations:
         self._check_alive()
         if not request.forward_only:
             self._report_lost_gradient()
-        trainer = self._backend.trainer
         runs_here, job = is_small(request), await self._preparation(request)
         images = self._backend.image_work
         batch = job() if runs_here else await images.run(len(request.images), job)
@@ -151,17 +143,11 @@ class Operations:
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
         share = self._share(batch.num_tokens)
-        if (batcher := trainer.batcher) is not None:
-            training_pass = TrainingPass(self._name, batch)
-            if self._backend.config.durability.exact:
-                batcher = Unshared(batcher)
-            queued = self._backend.thread.run_batched(batcher, training_pass, share)
-            output: LossOutput = await self._unless_lost(queued)
-        else:
-            run = trainer.forward if batch.forward_only else trainer.forward_backward
-            output = await self._compute(
-                lambda yield_point: run(self._name, batch, yield_point), share
-            )
+        batcher = self._backend.trainer.batcher
+        if self._backend.config.durability.exact:
+            batcher = Unshared(batcher)
+        queued = self._backend.thread.run_batched(batcher, TrainingPass(self._name, batch), share)
+        output = await self._unless_lost(queued)
         tokens = batch.num_tokens
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
@@ -194,15 +180,10 @@ class Operations:
         return future_responses.finished({"metrics": dict(metrics)})
 
     async def _step(self, params: AdamParams) -> Mapping[str, float]:
-        backend = self._backend
         share = self._share(_STEP_TOKENS, continues=True)
-        stepper = backend.trainer.stepper
-        if stepper is None:
-            return await self._compute(
-                lambda _: backend.trainer.optim_step(self._name, params), share
-            )
         step = OptimizerStep(self._name, params)
-        return await self._unless_lost(backend.thread.run_batched(stepper, step, share))
+        queued = self._backend.thread.run_batched(self._backend.trainer.stepper, step, share)
+        return await self._unless_lost(queued)
 
     def _share(self, tokens: int, *, continues: bool = False) -> Share:
         return Share(self._spec.owner, self._name, tokens, continues, self.is_followed)
@@ -217,9 +198,9 @@ class Operations:
         """
         self._check_alive()
         path = CheckpointPath(self._name, CheckpointKind.TRAINING, request.name())
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=request.overwrite)
+        repeated = await self.checkpoints.begin(path, request.seq_id, overwrite=request.overwrite)
+        if repeated is not None:
+            return _saved(repeated)
         point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
         state, gradient = await self.export_state(), await self.export_gradient()
@@ -243,9 +224,8 @@ class Operations:
         if (name := request.name()) is None:
             return await self._publish(request)
         path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
+            return _saved(repeated)
         weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
@@ -258,9 +238,8 @@ class Operations:
         self._check_alive()
         recipients = encryption.parse_recipients(request.age_encryption_recipients or [])
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
-        if (saved := await self.checkpoints.find_saved_by(path, request.seq_id or 0)) is not None:
-            return _saved(saved)
-        await self.checkpoints.refuse_duplicate(path, overwrite=False)
+        if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
+            return _saved(repeated)
         weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, seq_id=request.seq_id
@@ -397,22 +376,18 @@ class Operations:
             raise InvalidRequest(f"model {self._name}: {self._refused}")
 
     async def _on_thread(self, job: Callable[[], None]) -> None:
-        await self._compute(lambda _: job())
+        await self._unless_lost(self._backend.thread.run(lambda _: job()))
 
     def why_waiting(self) -> str | None:
         """Return how much is computed before the running request; None if it does not wait."""
         return self._backend.thread.why_waiting(self._spec.owner, self._name)
 
-    async def _compute(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
-        """Run a job on the engine's thread, as one that waits for its turn if it has a share.
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a lightweight job on the engine's thread.
 
         Raises:
             StateLost: the engine has lost the model; the message says what to resume from.
         """
-        return await self._unless_lost(self._backend.thread.run(job, share))
-
-    async def run_lightweight(self, job: Callable[[], T]) -> T:
-        """Run a lightweight job on the engine's thread. Raises as `_compute`."""
         return await self._unless_lost(self._backend.thread.run_lightweight(job))
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:
@@ -449,9 +424,18 @@ class Operations:
         if saved.gradient is not None:
             await self.restore_gradient(saved.gradient)
 
-    def _check_shape(self, state: TrainingState, uri: str) -> None:
-        if state.weights.lora is None and self._spec.lora is not None:
-            raise InvalidRequest(f"{uri} holds a fully fine-tuned model, not a LoRA adapter")
+
+def _check_supported(spec: ModelSpec, max_lora_rank: int) -> None:
+    if spec.optimizer.type != "adamw":
+        raise InvalidRequest(
+            f"optimizer_config.type: {spec.optimizer.type!r} is not supported; use 'adamw' (the"
+            " others have no public definition)"
+        )
+    if spec.lora is not None and spec.lora.rank > max_lora_rank:
+        raise InvalidRequest(
+            f"lora_config.rank: must be at most {max_lora_rank} (limits.max_lora_rank), got"
+            f" {spec.lora.rank}"
+        )
 
 
 def _seed_of(lora: LoraConfig) -> int:

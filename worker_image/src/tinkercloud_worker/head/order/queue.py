@@ -5,12 +5,6 @@ Rules beyond order:
 - The queue waits for a missing number, but only for `Timings.gap_seconds`.
 - A paused queue finishes the running request and starts no other. Another queue can continue from
   its snapshot (`snapshot`, `restore`).
-- When a request that adds to the gradient fails, the gradient is dropped. So are the requests that
-  the client sent before it could know of the failure: the rest of that step, up to and including
-  its optim_step. Half a batch is never applied.
-- When an optim_step fails for any reason other than its own parameters, or memory that its model
-  needs first, the gradient is dropped: otherwise a client that sends the step's data again would
-  accumulate it twice.
 """
 
 import asyncio
@@ -122,6 +116,71 @@ def refusal(error: WireError, role: Role = "other") -> Operation:
     return Operation(run, role, RequestSource(REFUSED, failed_with(error).body))
 
 
+class FailedStep:
+    """What the failure of a request means for its step, and for the gradient.
+
+    When a request that adds to the gradient fails, the gradient is dropped. So are the requests
+    that the client sent before it could know of the failure: the rest of that step, up to and
+    including its optim_step. Half a batch is never applied.
+
+    When an optim_step fails for any reason other than its own parameters, or memory that its model
+    needs first, the gradient is dropped: otherwise a client that sends the step's data again would
+    accumulate it twice.
+    """
+
+    def __init__(self, drop_gradient: Callable[[], Awaitable[None]]) -> None:
+        self._drop_gradient = drop_gradient
+        self.failure: tuple[str, str] | None = None
+        """The failed gradient request of the current step: its id and message."""
+        self.gradient_is_dirty = False
+        """Whether the gradient may contain part of a failed request."""
+
+    def note(self, request_id: str, message: str) -> None:
+        """Record that a request of the current step failed; the first failure counts."""
+        self.failure = self.failure or (request_id, message)
+
+    def check(self, queued: QueuedRequest) -> None:
+        """Check that a request is not part of a step that has failed.
+
+        Raises:
+            InvalidRequest: it is; the message says what to send again.
+        """
+        if self.failure is None or queued.operation.role not in {"gradient", "step"}:
+            return
+        failed_id, message = self.failure
+        if queued.operation.role == "gradient":
+            if queued.acknowledged_failure == failed_id:
+                self.failure = None
+                return
+            raise InvalidRequest(
+                f"not run: request {failed_id} of the same step failed earlier ({message});"
+                " the step's gradient was dropped. Send all data of the step again"
+            )
+        self.failure = None
+        raise InvalidRequest(
+            f"not applied: request {failed_id} of this step failed ({message}); the gradient was"
+            " dropped and the weights are unchanged. Send the step's data again, then optim_step"
+        )
+
+    async def invalidate_gradient(self, request_id: str) -> None:
+        """Drop the gradient, if possible at once, because of a failed request."""
+        self.gradient_is_dirty = True
+        try:
+            await self.drop_dirty_gradient()
+        except Exception as error:
+            log.warning(
+                "the gradient of a failed step could not be dropped yet",
+                request_id=request_id,
+                exc_info=error,
+            )
+
+    async def drop_dirty_gradient(self) -> None:
+        """Drop the gradient if it may contain part of a failed request."""
+        if self.gradient_is_dirty:
+            await self._drop_gradient()
+            self.gradient_is_dirty = False
+
+
 class ModelQueue:
     """Runs one model's requests. Belongs to one event loop."""
 
@@ -140,7 +199,7 @@ class ModelQueue:
         self._results = results
         self._owner = owner
         self._gap_seconds = gap_seconds
-        self._drop_gradient = drop_gradient
+        self._step = FailedStep(drop_gradient)
         self._token_limits = token_limits or TokenLimits()
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
@@ -152,10 +211,6 @@ class ModelQueue:
         self._gap_timer: asyncio.TimerHandle | None = None
         self._missing: int | None = None
         """The missing number that the timer is for."""
-        self._failure: tuple[str, str] | None = None
-        """The failed gradient request of the current step: its id and message."""
-        self._gradient_is_dirty = False
-        """Whether the gradient may contain part of a failed request."""
         self._is_paused = False
         self._is_attaching = False
         """Whether another client is about to continue the order."""
@@ -195,8 +250,8 @@ class ModelQueue:
             operation, size = refusal(too_much(error), operation.role), 0
             self.sequencer.admit(seq_id, digest, size)
         acknowledged = None
-        if self._failure is not None and self._results.was_read(self._failure[0]):
-            acknowledged = self._failure[0]
+        if self._step.failure is not None and self._results.was_read(self._step.failure[0]):
+            acknowledged = self._step.failure[0]
         queued = QueuedRequest(seq_id, operation, digest, size, acknowledged)
         self.log.append(queued)
         self._enter(queued)
@@ -273,7 +328,7 @@ class ModelQueue:
         finally:
             self._is_attaching = False
             self._arrived.set()
-        self._failure, self._gradient_is_dirty = None, True
+        self._step.failure, self._step.gradient_is_dirty = None, True
         self.log.note_change()
         self.wake()
         # Otherwise the next head would repeat the requests that have just failed.
@@ -308,7 +363,7 @@ class ModelQueue:
         following = self._queued.get(self.sequencer.next_seq_id + 1)
         if following is None or not following.operation.computes_at_once:
             return False
-        is_held = self._is_paused or self._is_attaching or self._failure is not None
+        is_held = self._is_paused or self._is_attaching or self._step.failure is not None
         is_large, owner = following.operation.has_large_result, self._owner
         is_throttled = is_large and (
             self._token_limits.is_used_up(owner) or not self._results.has_room(owner)
@@ -348,13 +403,13 @@ class ModelQueue:
         """Return the state of the queue, which must be paused."""
         waiting = [self._queued[seq_id] for seq_id in sorted(self._queued)]
         return QueueSnapshot(
-            self.sequencer.next_seq_id, waiting, self._failure, self._gradient_is_dirty
+            self.sequencer.next_seq_id, waiting, self._step.failure, self._step.gradient_is_dirty
         )
 
     def restore(self, state: QueueSnapshot) -> None:
         """Continue from a snapshot of another queue of this model. Call it first."""
         self.sequencer.next_seq_id = state.next_seq_id
-        self._failure = state.failure
+        self._step.failure = state.failure
         for waiting in state.waiting:
             self.sequencer.admit(waiting.seq_id, waiting.digest, waiting.size)
             self._enter(waiting)
@@ -402,13 +457,13 @@ class ModelQueue:
     async def _run(self, seq_id: int, queued: QueuedRequest) -> None:
         request_id = self.request_id(seq_id)
         try:
-            self._check_step(queued)
+            self._step.check(queued)
             if queued.operation.role not in {"load", "other"}:
-                await self._drop_dirty_gradient()
+                await self._step.drop_dirty_gradient()
             outcome = await self._execute(queued)
             if queued.operation.role == "load":
                 # The load replaced the gradient, and with it the rest of the current step.
-                self._failure, self._gradient_is_dirty = None, False
+                self._step.failure, self._step.gradient_is_dirty = None, False
         except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
             result = to_result(error)
             if not isinstance(error, InvalidRequest):
@@ -419,12 +474,12 @@ class ModelQueue:
                 # No head may compute it once more, even if it is asked before that is kept.
                 self.log.append(replace(queued, operation=refusal(error, queued.operation.role)))
             if queued.operation.role == "gradient":
-                self._failure = self._failure or (request_id, error_message(result))
-                await self._invalidate_gradient(request_id)
+                self._step.note(request_id, error_message(result))
+                await self._step.invalidate_gradient(request_id)
             elif queued.operation.role == "step" and not isinstance(
                 error, _GRADIENT_UNCHANGED_OR_REPORTED
             ):
-                await self._invalidate_gradient(request_id)
+                await self._step.invalidate_gradient(request_id)
                 result = with_advice(result)
             self._finish(seq_id, result)
             return
@@ -453,41 +508,6 @@ class ModelQueue:
             result = to_result(error)
         self._finish(seq_id, result)
 
-    def _check_step(self, queued: QueuedRequest) -> None:
-        """Reject a request of a step that has failed already."""
-        if self._failure is None or queued.operation.role not in {"gradient", "step"}:
-            return
-        failed_id, message = self._failure
-        if queued.operation.role == "gradient":
-            if queued.acknowledged_failure == failed_id:
-                self._failure = None
-                return
-            raise InvalidRequest(
-                f"not run: request {failed_id} of the same step failed earlier ({message});"
-                " the step's gradient was dropped. Send all data of the step again"
-            )
-        self._failure = None
-        raise InvalidRequest(
-            f"not applied: request {failed_id} of this step failed ({message}); the gradient was"
-            " dropped and the weights are unchanged. Send the step's data again, then optim_step"
-        )
-
-    async def _invalidate_gradient(self, request_id: str) -> None:
-        self._gradient_is_dirty = True
-        try:
-            await self._drop_dirty_gradient()
-        except Exception as error:
-            log.warning(
-                "the gradient of a failed step could not be dropped yet",
-                request_id=request_id,
-                exc_info=error,
-            )
-
-    async def _drop_dirty_gradient(self) -> None:
-        if self._gradient_is_dirty:
-            await self._drop_gradient()
-            self._gradient_is_dirty = False
-
     def _watch_gap(self) -> None:
         has_gap = self.sequencer.is_stuck and not self._is_paused
         missing = self.sequencer.next_seq_id if has_gap else None
@@ -514,11 +534,11 @@ class ModelQueue:
             missing_seq_id=missing,
         )
         # The missing request may have been part of the gradient.
-        self._gradient_is_dirty = True
+        self._step.gradient_is_dirty = True
         self.log.note_change()
         for seq_id in self.sequencer.skip_gap():
             del self._queued[seq_id]
             request_id = self.request_id(seq_id)
-            self._failure = self._failure or (request_id, message)
+            self._step.note(request_id, message)
             self._results.finish(request_id, failed(message, "user"))
         self._arrived.set()

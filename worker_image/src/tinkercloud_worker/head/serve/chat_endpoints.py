@@ -343,7 +343,7 @@ class HeadChat:
                     await sending.part(stream)
         finally:
             for request_id in run.request_ids:
-                service.cancel(request_id)
+                service.samples.cancel(request_id)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -453,7 +453,7 @@ def _prepared(
         topk_prompt_logprobs=asked.top_logprobs if asked.scores_prompts else 0,
     )
     try:
-        return service.prepare(sample)
+        return service.samples.prepare(sample)
     except InvalidRequest as error:
         raise InvalidRequest(error.message.replace(_PARAMS, "")) from None
 

@@ -282,7 +282,7 @@ class HeadApp:
             # Decoded images are large: they must not wait for a model that is resumed.
             await self._service.recall(session)
             # In a thread even if the body is small: a sparse tensor of targets expands.
-            work, prepare = self._lifecycle.backend.image_work, self._service.prepare
+            work, prepare = self._lifecycle.backend.image_work, self._service.samples.prepare
             prepared = await work.run(parsed.prompt.num_images, partial(prepare, parsed))
         # It may have been suspended meanwhile.
         await self._service.recall(session)
@@ -317,7 +317,7 @@ class HeadApp:
         body = await request.body()
         request_id = parse_json(CancelFutureRequest, body).request_id
         self._check_target(request, request_id.rpartition(":")[0])
-        self._service.cancel(request_id)
+        self._service.samples.cancel(request_id)
         return Response()
 
     async def _suspend(self, request: Request) -> Response:

@@ -12,7 +12,7 @@ from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.wire import future_responses
-from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_worker.checkpoints.store import CheckpointStore
@@ -45,7 +45,7 @@ class HeadService:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         config = backend.config
-        self._results = Results(
+        self.results = Results(
             config.timings,
             config.limits.max_result_bytes,
             now=time.monotonic,
@@ -53,17 +53,19 @@ class HeadService:
             on_room=self._wake_queues,
             on_read=self._result_read,
         )
+        """The results of all requests."""
         backend.token_limits.listen(self._wake_queues)
         self._samplers = Samplers(backend)
-        self._retrieval = Retrieval(backend, self._results, self._samplers, self.recall)
-        self._suspension = Suspension(backend, self._results, self._samplers)
+        self._retrieval = Retrieval(backend, self.results, self._samplers, self.recall)
+        self._suspension = Suspension(backend, self.results, self._samplers)
         self.durability = Durability(backend, self._suspension)
         """The journals of the models."""
         self._recovery = Recovery(self._suspension, self.durability)
         self.models = ModelRegistry()
         """The models, and the state of each."""
         self._suspended = SuspendedModels(backend, self.models, self._suspension, self.durability)
-        self._samples = RunningSamples(backend, self._samplers, self._results, self._recovery)
+        self.samples = RunningSamples(backend, self._samplers, self.results, self._recovery)
+        """The sampling requests; they are submitted through `sample`."""
         self._is_draining = False
         self._restoration = ModelRestoration(
             self.models, self._recovery, self._add_resumed, self._check_accepting, self._spawn
@@ -74,7 +76,7 @@ class HeadService:
         self._shutdown = HeadShutdown(
             backend,
             self.models,
-            self._samples.by_id,
+            self.samples.by_id,
             self._suspension,
             self._suspended,
             self.durability,
@@ -82,7 +84,7 @@ class HeadService:
         )
         self._autosaver = Autosaver(self.models.in_memory)
         self._deletion = ModelDeletion(
-            self.models, self._results, self.durability, self._autosaver, self._spawn
+            self.models, self.results, self.durability, self._autosaver, self._spawn
         )
         self._last_activity = time.monotonic()
         self._tasks = set[asyncio.Task[None]]()
@@ -108,8 +110,8 @@ class HeadService:
             )
         if model is None:
             limit = self._backend.config.limits.max_models_per_owner
-            refused = too_many_models(self._of_owner(spec.owner), spec.owner, limit)
-            model = new_model(model_id, spec, self._backend, self._samplers, self._results)
+            refused = too_many_models(self.models.of_owner(spec.owner), spec.owner, limit)
+            model = new_model(model_id, spec, self._backend, self._samplers, self.results)
             self.models.add(name, ModelEvent.CREATE, model)
             self._autosaver.watch(model)
             if refused is None:
@@ -159,11 +161,6 @@ class HeadService:
         model = self._model(model_id)
         return await model.queue.attach(model.operations.repeated_until)
 
-    @property
-    def results(self) -> Results:
-        """The results of all requests."""
-        return self._results
-
     def timeline(self, session_id: str) -> Timeline:
         """Return when the requests of a session were accepted, started and finished."""
         return Timeline(spans=self._backend.spans.of_session(session_id))
@@ -172,11 +169,8 @@ class HeadService:
         """Return the owner of a model or sampling session; an empty name if it is unknown."""
         return self._samplers.owner_of(target) or self._suspended.owner_of(target) or ""
 
-    def _of_owner(self, owner: str) -> list[LiveModel]:
-        return [model for model in self.models.in_memory.values() if model.spec.owner == owner]
-
     def _wake_queues(self, owner: str) -> None:
-        for model in self._of_owner(owner):
+        for model in self.models.of_owner(owner):
             model.queue.wake()
 
     async def recall(self, target: str) -> None:
@@ -214,7 +208,7 @@ class HeadService:
         if model.queue.is_busy:
             return True
         sessions = self._samplers.sessions_of_model(model.model_id)
-        return any(s.request.sampling_session_id in sessions for s in self._samples.by_id.values())
+        return any(s.request.sampling_session_id in sessions for s in self.samples.by_id.values())
 
     async def move_model(self, model_id: ModelId, *, is_back: bool = False) -> None:
         """Let another head continue a model, or take it back; see `SuspendedModels`."""
@@ -228,7 +222,7 @@ class HeadService:
                 raise Unavailable(f"model {name} can't be moved yet: {failure.message}")
             # Another call may have waited for the same, and be moving it.
             await self._settled(name)
-        await self._suspended.move(name, self._samples.by_id)
+        await self._suspended.move(name, self.samples.by_id)
 
     async def _settled(self, name: str) -> None:
         """Wait until no task changes the state of a model (`_check_accepting`)."""
@@ -249,7 +243,7 @@ class HeadService:
         if self._is_draining:
             model.queue.hold()
         for request in unfinished:
-            self._samples.restart(request, model.spec.owner)
+            self.samples.restart(request, model.spec.owner)
         log.info("resumed", model_id=str(model_id), waiting=model.queue.sequencer.num_pending)
 
     async def delete_model(self, model_id: ModelId) -> None:
@@ -289,9 +283,9 @@ class HeadService:
     def _enqueue(self, model: LiveModel, received: Received) -> str:
         if isinstance(received.content, ForwardBackwardRequest):
             request_id = model.queue.request_id(received.place.seq_id)
-            self._results.check_room(request_id, model.spec.owner)
+            self.results.check_room(request_id, model.spec.owner)
         operation = model.operation_of(received)
-        others = [m for m in self._of_owner(model.spec.owner) if m is not model]
+        others = [m for m in self.models.of_owner(model.spec.owner) if m is not model]
         elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
         return model.queue.submit(
             received.place.seq_id, received.digest, received.size, operation, elsewhere
@@ -313,22 +307,14 @@ class HeadService:
 
     async def retire_sampler(self, session_id: SamplingSessionId) -> None:
         """Remove a sampling session, which may be unknown, and cancel its requests."""
-        self._samples.cancel_of(session_id)
-        self._results.abandon(str(session_id))
+        self.samples.cancel_of(session_id)
+        self.results.abandon(str(session_id))
         await self._samplers.retire(session_id)
-
-    def prepare(self, request: SampleRequest) -> Prepared:
-        """Validate a sampling request (`RunningSamples.prepare`)."""
-        return self._samples.prepare(request)
 
     def sample(self, prepared: Prepared) -> RequestId:
         """Queue a sampling request; return its id (`RunningSamples.submit`)."""
         self._check_accepting()
-        return self._samples.submit(prepared)
-
-    def cancel(self, request_id: str) -> None:
-        """Cancel a sampling request, which may be unknown or finished."""
-        self._samples.cancel(request_id)
+        return self.samples.submit(prepared)
 
     async def retrieve(self, request_id: str, poll: Poll = LONG_POLL) -> Result | None:
         """Wait for a result (`Retrieval.retrieve`)."""
@@ -341,7 +327,7 @@ class HeadService:
         if (model := self.models.in_memory.get(str(parsed.target))) is not None:
             return model.why_waiting(parsed.seq_id)
         return why_sample_waits(
-            request_id, self._samples.by_id, self._samples.limiter, self._backend.token_limits
+            request_id, self.samples.by_id, self.samples.limiter, self._backend.token_limits
         )
 
     def status(self) -> HeadStatus:
@@ -351,7 +337,7 @@ class HeadService:
             self.models.in_memory,
             self._shutdown,
             num_samplers=len(self._samplers),
-            num_samples=len(self._samples.by_id),
+            num_samples=len(self.samples.by_id),
             idle_seconds=time.monotonic() - self._last_activity,
             is_draining=self._is_draining,
         )
@@ -366,22 +352,13 @@ class HeadService:
             # Save what there is now, rather than wait for trainers that are still starting.
             self._backend.trainer.stop_waiting()
         try:
-            failure = None if self._is_draining else await self._repeat_kept(only)
+            failure = None if self._is_draining else await self._kept.repeat(only)
         except Unavailable as error:
             failure = error
         saved = await self._autosaver.save_last(only)
         if failure is not None:
             raise failure
         return saved
-
-    async def _repeat_kept(self, only: str) -> WireError | None:
-        """Continue runs that are only on the disk, and repeat their requests; see `load_all`."""
-        kept = await self._kept.waiting(only)
-        failures = [await self._kept.load(manifest) for manifest in kept]
-        for manifest in kept:
-            if (model := self.models.in_memory.get(manifest.run_id)) is not None:
-                await model.queue.idle()
-        return next((each for each in failures if each is not None), None)
 
     async def suspend(self, store: CheckpointStore | None = None) -> None:
         """Reject new requests, finish running ones, and write all state for the next head.
@@ -406,7 +383,7 @@ class HeadService:
         self.durability.close()
         for model in self.models.in_memory.values():
             model.queue.close("the session head stopped")
-        self._samples.close()
+        self.samples.close()
         for task in self._tasks:
             task.cancel()
 
