@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def attached(server: Server, run_id: str) -> tinker.TrainingClient:
     """Return a new client that continues a run."""
     answer = server.post("attach_model", {"model_id": run_id})
     assert answer.status == 200, answer.body
-    return continued(server, Run(run_id, answer.json()["next_seq_id"]))
+    return continued(server, Run(run_id, answer.json()["next_seq_id"] - 1))
 
 
 def projects(server: Server) -> set[str]:
@@ -111,6 +112,9 @@ def test_a_backup_made_while_a_run_trains_is_restored_elsewhere_bit_for_bit(
         server.kill()
         server.kill_heads()
     shutil.rmtree(original)
+    with tarfile.open(tmp_path / "tinkercloud-backup.tar") as tar:
+        manifest = json.load(tar.extractfile("manifest.json"))  # type: ignore[arg-type]
+    assert (manifest["damaged"], manifest["left_out"]) == ({}, ["bootstrap_key", "state_dir"])
 
     elsewhere = {"TINKERCLOUD_CONFIG_FILE": str(copy / "settings.toml")}
     run(Server({}, copy), RESTORE, tmp_path)

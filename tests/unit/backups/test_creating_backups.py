@@ -162,18 +162,22 @@ def test_unfinished_uploads_are_left_out_of_the_catalog(state: State) -> None:
 
 def test_a_run_that_is_resumed_while_it_is_copied_is_in_its_journal(state: State) -> None:
     shutil.rmtree(state.journals)
+    JournalFolder(state.journals, f"{RUN}0").write_manifest(journal_manifest())
     state.suspend(state.store, "p", b"suspended")
+    sizes, first = [], (state.folder / "version.json").stat().st_size
 
-    def resume() -> None:
-        """As a head does between the copy of the journals and that of the suspended states."""
-        shutil.rmtree(state.store / "runs" / RUN / "suspended")
-        folder = JournalFolder(state.journals, RUN)
-        folder.write_manifest(journal_manifest())
+    def resume(size: int) -> None:
+        """As a head does after the journals were found, and before suspended states are."""
+        sizes.append(size)
+        suspended = state.store / "runs" / RUN / "suspended"
+        if sum(sizes) > first and suspended.exists():
+            shutil.rmtree(suspended)
+            JournalFolder(state.journals, RUN).write_manifest(journal_manifest())
 
-    # The first file that is copied is `version.json`, before both.
-    manifest, _ = back_up(state, once(resume))
+    manifest, _ = back_up(state, resume)
 
     assert f"heads/m-1/journals/runs/{RUN}/journal/manifest.json" in manifest.files
+    assert f"checkpoints/runs/{RUN}/suspended/manifest.json" not in manifest.files
 
 
 def a_record(index: int) -> Record:

@@ -1,5 +1,6 @@
 """Restores: of whole and damaged backups, onto used folders and full disks, and killed ones."""
 
+import errno
 import fcntl
 import io
 import json
@@ -7,19 +8,21 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
 from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest
 from tinkercloud_api.catalog.backup import BackupError
+from tinkercloud_api.commands.backup_commands import app
 from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
 from tinkercloud_api.config import pending_restore, state_folder
+from tinkercloud_api.config.pending_restore import Restore
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.config.state_folder import StateFolderError, StateFolderLock
 from tinkercloud_protocol.heads import checkpoint_manifest
@@ -100,12 +103,7 @@ def test_checkpoints_are_restored_to_the_root_that_the_settings_name(
         restored(backup, tmp_path / "other", database_url="sqlite+aiosqlite:///x.db")
 
 
-def test_a_used_folder_is_only_replaced_on_request(
-    made: State, backup: bytes, tmp_path: Path
-) -> None:
-    used = State.make(tmp_path / "used")
-    used.save("later", b"later")
-    used.put("deferred/x/1", b"x")
+def test_a_used_folder_is_only_replaced_on_request(made: State, backup: bytes, used: State) -> None:
     before = contents(used.folder)
 
     with pytest.raises(BackupError, match=r"is not empty: it has .*--replace"):
@@ -116,10 +114,8 @@ def test_a_used_folder_is_only_replaced_on_request(
     assert is_whole(used.folder, made)
 
 
-def test_parts_that_a_backup_does_not_have_stay(made: State, tmp_path: Path) -> None:
+def test_parts_that_a_backup_does_not_have_stay(made: State, used: State) -> None:
     catalog_only = backed_up(made, is_all=False)
-    used = State.make(tmp_path / "used")
-    used.save("later", b"later")
     before = contents(used.folder)
 
     restored(catalog_only, used.folder, replaces=True)
@@ -274,140 +270,167 @@ def test_a_running_server_a_head_of_a_killed_one_and_another_restore_are_left_al
     assert state_folder.running_server(folder) is None
 
 
-OPERATIONS = ("rename", "replace", "unlink", "mkdir", "rmdir")
-
-
-def killed_restore(backup: bytes, folder: Path, after: int) -> bool:
-    """Restore in a process that is killed before one of its operations on files.
-
-    Returns:
-        Whether it was killed.
-    """
+def in_a_process(work: Callable[[], int]) -> int:
+    """Return the status of a process that does something: what it returns, or -1 if it raises."""
     pid = os.fork()
     if pid:
         _, status = os.waitpid(pid, 0)
-        return os.waitstatus_to_exitcode(status) == 9
-    left = after
+        return os.waitstatus_to_exitcode(status)
+    status = 255
+    try:
+        status = work()
+    finally:
+        os._exit(status)
 
-    def dying(name: str) -> Callable[..., object]:
-        original = getattr(os, name)
 
+OPERATIONS = ("rename", "replace", "unlink", "mkdir", "rmdir")
+KILLED = 9
+
+
+def die_before(number: int) -> None:
+    """End this process before an operation on files, by its number from now on."""
+    left = number
+
+    def dying(original: Callable[..., object]) -> Callable[..., object]:
         def act(*arguments: object, **options: object) -> object:
             nonlocal left
             left -= 1
             if left < 0:
-                os._exit(9)
+                os._exit(KILLED)
             return original(*arguments, **options)
 
         return act
 
     for name in OPERATIONS:
-        setattr(os, name, dying(name))
-    try:
-        restored(backup, folder, replaces=True)
-    finally:
-        os._exit(0)
-    return False
+        setattr(os, name, dying(getattr(os, name)))
 
 
-def test_a_restore_that_is_killed_at_any_moment_leaves_the_old_or_the_new_state(
-    made: State, backup: bytes, tmp_path: Path
-) -> None:
+@pytest.fixture
+def used(tmp_path: Path) -> State:
+    """The state of a server that is to be replaced."""
     used = State.make(tmp_path / "used")
     used.save("later", b"later")
     used.put("deferred/x/1", b"x")
-    old = contents(used.folder)
-    outcomes = []
-    for after in range(500):
-        folder = shutil.copytree(used.folder, tmp_path / "folder")
-        was_killed = killed_restore(backup, folder, after)
-        is_old = not (folder / pending_restore.RECORD).exists() and contents_of_use(folder) == old
+    return used
+
+
+def test_a_restore_that_is_killed_while_it_writes_leaves_the_old_state(
+    backup: bytes, used: State
+) -> None:
+    old, sizes = contents(used.folder), []
+
+    def die(size: int) -> None:
+        sizes.append(size)
+        if sum(sizes) > len(backup) // 2:
+            os._exit(KILLED)
+
+    def killed() -> int:
+        restored(backup, used.folder, replaces=True, progress=die)
+        return 0
+
+    assert in_a_process(killed) == KILLED
+    assert [*used.folder.rglob(pending_restore.STAGING)]
+    # Whoever uses the folder next.
+    state_folder.make(used.folder)
+    assert contents(used.folder) == old
+
+
+def test_a_restore_that_is_killed_at_any_step_of_replacing_leaves_the_old_or_the_new_state(
+    made: State, backup: bytes, used: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, folder = contents(used.folder), used.folder
+
+    def staged() -> int:
+        """Write everything, and decide nothing."""
+
+        def leave(_: Path, decision: Restore) -> None:
+            (tmp_path / "decision.json").write_text(decision.model_dump_json())
+            os._exit(KILLED)
+
+        monkeypatch.setattr(pending_restore, "commit", leave)
+        restored(backup, folder, replaces=True)
+        return 0
+
+    assert in_a_process(staged) == KILLED
+    decision = Restore.model_validate_json((tmp_path / "decision.json").read_text())
+    shutil.copytree(folder, tmp_path / "staged")
+    restored(backup, tmp_path / "whole")
+    new = contents(tmp_path / "whole")
+    outcomes, was_killed = [], True
+    while was_killed:
+
+        def replace() -> int:
+            die_before(len(outcomes))
+            pending_restore.commit(folder, decision)
+            pending_restore.finish(folder)
+            return 0
+
+        was_killed = in_a_process(replace) == KILLED
         # Whoever uses the folder next.
         state_folder.make(folder)
-        if is_old:
-            assert contents(folder) == old
-        else:
-            assert is_whole(folder, made)
-        outcomes.append(is_old)
+        outcomes.append(contents(folder))
         shutil.rmtree(folder)
-        if not was_killed:
-            break
+        shutil.copytree(tmp_path / "staged", folder)
 
-    assert outcomes == sorted(outcomes, reverse=True)
-    assert {True, False} == set(outcomes)
-
-
-def contents_of_use(folder: Path) -> dict[str, bytes]:
-    """Return the files that are not those of an unfinished restore."""
-    return {
-        name: content
-        for name, content in contents(folder).items()
-        if pending_restore.STAGING not in name
-    }
+    assert [outcome for outcome in outcomes if outcome not in (old, new)] == []
+    assert [outcomes[0] == old, outcomes[-1] == new] == [True, True]
+    assert len(outcomes) > 20
+    assert is_whole(tmp_path / "whole", made)
 
 
-def command(
-    *arguments: str, state_dir: Path, **options: object
-) -> subprocess.CompletedProcess[str]:
-    """Run `tinkercloud backup`."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("TINKERCLOUD_")}
-    return subprocess.run(
-        [sys.executable, "-m", "tinkercloud_api", "backup", *arguments],
-        env={**environment, "TINKERCLOUD_STATE_DIR": str(state_dir)},
-        capture_output=True,
-        text=True,
-        check=False,
-        **options,  # type: ignore[call-overload]
-    )
+def full_disk() -> None:
+    """Make writes of this process fail as on a full disk, once a file has 1 kB."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
 
-def small_files() -> None:
-    """Make writes of this process fail as on a full disk, once a file has 300 kB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+def test_a_restore_on_a_full_disk_says_so_and_changes_nothing(backup: bytes, used: State) -> None:
+    before = contents(used.folder)
 
-
-def test_the_commands_on_a_full_disk_say_so_and_leave_nothing(
-    made: State, backup: bytes, tmp_path: Path
-) -> None:
-    folder = tmp_path / "backups"
-    folder.mkdir()
-    options = {"state_dir": made.folder, "preexec_fn": small_files}
-    created = command("create", str(folder / "b.tar"), "--checkpoints", "--journals", **options)
-    assert (created.returncode, list(folder.iterdir())) == (1, [])
-    assert "File too large" in created.stderr
-    assert "Traceback" not in created.stderr
-
-    with Path("/dev/full").open("wb") as full:
-        piped = subprocess.run(
-            [sys.executable, "-m", "tinkercloud_api", "backup", "create", "-"],
-            env={**os.environ, "TINKERCLOUD_STATE_DIR": str(made.folder)},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert piped.returncode == 1
-    assert "No space left on device" in piped.stderr
-    assert "Traceback" not in piped.stderr
-
-
-def test_a_restore_on_a_full_disk_changes_nothing(
-    made: State, backup: bytes, tmp_path: Path
-) -> None:
-    before, pid = contents(made.folder), os.fork()
-    if not pid:
+    def restore_on_it() -> int:
+        full_disk()
         try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-            restored(backup, made.folder, replaces=True)
+            restored(backup, used.folder, replaces=True)
         except BackupError as error:
-            is_clear = re.search("cannot write .*; nothing was changed", str(error)) is not None
-            os._exit(7 if is_clear else 1)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(pid, 0)
+            return 7 if re.search("cannot write .*; nothing was changed", str(error)) else 1
+        return 0
 
-    assert os.waitstatus_to_exitcode(status) == 7
-    assert contents(made.folder) == before
+    assert in_a_process(restore_on_it) == 7
+    assert contents(used.folder) == before
+
+
+def command(*arguments: str, state_dir: Path, stdin: bytes | None = None) -> Result:
+    """Run `tinkercloud backup` in this process."""
+    environment = {"TINKERCLOUD_STATE_DIR": str(state_dir), "COLUMNS": "1000"}
+    umask = os.umask(0o077)
+    try:
+        return CliRunner().invoke(app, [*arguments], input=stdin, env=environment)
+    finally:
+        os.umask(umask)
+
+
+def test_a_backup_on_a_full_disk_says_so_and_leaves_nothing(made: State, tmp_path: Path) -> None:
+    file = tmp_path / "b.tar"
+
+    def back_up_on_it() -> int:
+        full_disk()
+        result = command("create", str(file), "--checkpoints", state_dir=made.folder)
+        said = " ".join(result.stderr.split())
+        is_clear = re.search(r"error: cannot (copy|write) .*nothing was written", said) is not None
+        return 7 if is_clear and result.exit_code == 1 else 1
+
+    assert in_a_process(back_up_on_it) == 7
+    assert list(tmp_path.iterdir()) == []
+
+    def back_up_to_a_full_device() -> int:
+        try:
+            source = create.sources(made.settings, checkpoints=True, journals=True)
+            with Path("/dev/full").open("wb") as full:
+                create.create(source, full, tmp_path, nothing)
+        except OSError as error:
+            return error.errno or 0
+        return 0
+
+    assert in_a_process(back_up_to_a_full_device) == errno.ENOSPC
 
 
 def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_path: Path) -> None:
@@ -418,15 +441,30 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
     assert said["release"] == this_release()
     assert re.fullmatch(r"copied [0-9.]+ KiB of [0-9.]+ KiB\n", created.stderr)
     assert file.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in tmp_path.iterdir()] == ["b.tar"]
     again = command("create", str(file), state_dir=made.folder)
-    assert "already exists" in again.stderr
+    assert "already exists; choose a new file" in again.stderr
 
-    with file.open("rb") as stream:
-        piped = command("restore", "-", state_dir=tmp_path / "new", stdin=stream)
-    assert piped.returncode == 0, piped.stderr
-    assert "restored standard input to" in piped.stdout
-    assert "checkpoints: 2\njournals: not included\n" in piped.stdout
+    piped = command("create", "-", state_dir=made.folder)
+    assert piped.exit_code == 0
+    assert "backed up to standard output" in piped.stderr
+    checked = command("verify", "-", state_dir=tmp_path, stdin=piped.stdout_bytes)
+    assert "standard input is complete" in checked.stdout
+
+    restoring = command("restore", "-", state_dir=tmp_path / "new", stdin=file.read_bytes())
+    assert restoring.exit_code == 0, restoring.stderr
+    assert "restored standard input to" in restoring.stdout
+    assert "checkpoints: 2\njournals: not included\n" in restoring.stdout
     assert State(tmp_path / "new").listed() == made.listed()
+
+    for arguments, why in {
+        ("verify", str(tmp_path / "none")): "No such file",
+        ("create", "-", "--json"): "leave --json out",
+        ("create", str(tmp_path / "no" / "b.tar")): "No such file",
+        ("restore", str(file)): "--replace",
+    }.items():
+        refused = command(*arguments, state_dir=tmp_path / "new")
+        assert (refused.exit_code, why in refused.stderr) == (1, True), refused.stderr
 
 
 def test_progress_without_a_terminal_is_lines_in_binary_units(

@@ -58,12 +58,12 @@ def create_backup(
         fail("standard output is a terminal; redirect it to a file or a command")
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
-    with _failures(), _output(file) as output, _workspace(file) as workspace:
+    where = "standard output" if file == _PIPE else file
+    with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
         progress = CopyProgress("copied", create.size_of(source))
         manifest = create.create(source, output, workspace, progress)
         progress.finish()
-    where = "standard output" if file == _PIPE else file
     _report(manifest, f"backed up to {where}", as_json=as_json, to_stderr=file == _PIPE)
 
 
@@ -72,7 +72,11 @@ def verify_backup(file: _ToRead, *, as_json: Json = False) -> None:
     """Check a backup: its checksums, its catalog, and that it has the checkpoints that it lists."""
     from tinkercloud_api.admin.backup import verify  # noqa: PLC0415 - takes a while to load
 
-    with _failures(), _input(file) as (stream, name), _workspace(_PIPE) as workspace:
+    with (
+        _failures(f"check {file}"),
+        _input(file) as (stream, name),
+        _workspace(_PIPE) as workspace,
+    ):
         progress = CopyProgress("checked", _size(file))
         manifest = verify.verify(stream, name, workspace, progress)
         progress.finish()
@@ -103,7 +107,7 @@ def restore_backup(
 
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
-    with _failures(), _input(file) as (stream, name):
+    with _failures(f"restore {file}"), _input(file) as (stream, name):
         where = restore.target(settings, replaces=replace)
         progress = CopyProgress("restored", _size(file))
         manifest = restore.restore(stream, name, where, progress)
@@ -137,8 +141,12 @@ def _report(manifest: Any, sentence: str, *, as_json: bool, to_stderr: bool) -> 
 
 
 @contextmanager
-def _failures() -> Iterator[None]:
-    """Exit with an error message instead of an exception."""
+def _failures(doing: str) -> Iterator[None]:
+    """Exit with an error message instead of an exception.
+
+    Args:
+        doing: what is done with files, such as `write FILE`.
+    """
     from tinkercloud_api.catalog.backup import BackupError  # noqa: PLC0415 - takes a while to load
 
     try:
@@ -146,8 +154,8 @@ def _failures() -> Iterator[None]:
     except (BackupError, StateFolderError) as error:
         fail(str(error))
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        fail(f"{what}{error.strerror or error}; no backup was written and nothing was changed")
+        named = f"{error.filename}: " if error.filename else ""
+        fail(f"cannot {doing} ({named}{error.strerror or error}); nothing was written or changed")
 
 
 @contextmanager

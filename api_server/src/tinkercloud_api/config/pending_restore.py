@@ -92,7 +92,8 @@ def finish(folder: Path) -> None:
         _replace(restore)
         record.unlink()
         synchronize(folder)
-    for target in (*restore.targets, folder):
+    # That of the state folder last: it names the others.
+    for target in [each for each in restore.targets if each != folder] + [folder]:
         shutil.rmtree(target / STAGING, ignore_errors=True)
 
 
