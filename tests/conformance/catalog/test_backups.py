@@ -128,5 +128,5 @@ def test_a_backup_made_while_a_run_trains_is_restored_elsewhere_bit_for_bit(
         count, losses = next_steps(attached(server, training.run_id), 3)
         assert count >= begun
         assert losses == training.losses[count : count + 3]
-        listed = json.loads(server.command("checkpoints", "list", "--json"))
-        assert checkpoint in json.dumps(listed)
+        listed = server.rest().list_checkpoints(str(kept.model_id)).result().checkpoints
+        assert [each.tinker_path for each in listed] == [checkpoint]
