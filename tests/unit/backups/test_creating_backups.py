@@ -280,7 +280,7 @@ def test_a_copied_journal_comes_with_the_snapshot_that_its_newest_base_names(
     }
 
 
-def test_files_that_change_without_end_are_given_up_with_what_to_do(
+def test_files_that_change_without_end_fail_the_backup_with_what_to_do(
     state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(open_files, "_PAUSE_SECONDS", 0)

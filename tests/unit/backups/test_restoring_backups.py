@@ -330,7 +330,7 @@ def test_a_restore_that_is_killed_while_it_writes_leaves_the_old_state(
 
     assert in_a_process(killed) == KILLED
     assert [*used.folder.rglob(pending_restore.STAGING)]
-    # Whoever uses the folder next.
+    # The next user of the folder finishes it.
     state_folder.make(used.folder)
     assert contents(used.folder) == old
 
@@ -366,7 +366,7 @@ def test_a_restore_that_is_killed_at_any_step_of_replacing_leaves_the_old_or_the
             return 0
 
         was_killed = in_a_process(replace) == KILLED
-        # Whoever uses the folder next.
+        # The next user of the folder finishes it.
         state_folder.make(folder)
         outcomes.append(contents(folder))
         shutil.rmtree(folder)

@@ -2,9 +2,9 @@
 
 A restore writes its files to a folder `restore-incomplete` beside those that they replace. One
 rename of `restore-committed.json` in the state folder then decides that they do: before it, the
-folder has its old content, and after it, `finish` moves the new files into place. Whoever uses the
-folder next calls it, so a process that is killed in between leaves no mixture. All functions block,
-and expect the lock of the state folder to be held.
+folder has its old content, and after it, `finish` moves the new files into place. The next process
+that uses the folder calls `finish` too, so one that is killed in between leaves no mixture. All
+functions block, and expect the lock of the state folder to be held.
 """
 
 import os
