@@ -69,7 +69,8 @@ class Training:
 
 def next_steps(training: tinker.TrainingClient, count: int) -> tuple[int, Sequence[float]]:
     """Train; return the number of steps before, and the loss before each of these."""
-    losses, numbers = [], []
+    losses: list[float] = []
+    numbers: list[int] = []
     for _ in range(count):
         passed = training.forward_backward([a_datum()], "cross_entropy")
         numbers.append(int(training.optim_step(ADAM).result().metrics["step"]))

@@ -11,6 +11,7 @@ import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import Result
@@ -64,7 +65,7 @@ def restored(
     *,
     replaces: bool = False,
     progress: Callable[[int], object] = nothing,
-    **settings: object,
+    **settings: Any,
 ) -> Manifest:
     """Restore a backup to a folder."""
     where = restore.target(Settings(state_dir=folder, **settings), replaces=replaces)
@@ -317,7 +318,8 @@ def used(tmp_path: Path) -> State:
 def test_a_restore_that_is_killed_while_it_writes_leaves_the_old_state(
     backup: bytes, used: State
 ) -> None:
-    old, sizes = contents(used.folder), []
+    old = contents(used.folder)
+    sizes: list[int] = []
 
     def die(size: int) -> None:
         sizes.append(size)
@@ -356,7 +358,8 @@ def test_a_restore_that_is_killed_at_any_step_of_replacing_leaves_the_old_or_the
     shutil.copytree(folder, tmp_path / "staged")
     restored(backup, tmp_path / "whole")
     new = contents(tmp_path / "whole")
-    outcomes, was_killed = [], True
+    outcomes: list[dict[str, bytes]] = []
+    was_killed = True
     while was_killed:
 
         def replace() -> int:

@@ -145,7 +145,7 @@ class Writer:
         self._header = header
         self._progress = progress
         self._tar = tarfile.open(  # noqa: SIM115 - `finish` closes it
-            fileobj=output, mode="w|", format=tarfile.PAX_FORMAT, copybufsize=_BLOCK_BYTES
+            fileobj=output, mode="w|", format=tarfile.PAX_FORMAT
         )
         self._files: dict[str, StoredFile] = {}
         self._write_json(HEADER, header)

@@ -222,10 +222,7 @@ class _Backup:
         if store is not None and self._source.has_journals:
             journals = store / journal_copy.FOLDER
             found |= self._copy_each(
-                journals,
-                lambda _, run_id: open_files.shared_journal(store, run_id),
-                store,
-                archive.CHECKPOINTS,
+                journals, open_files.shared_journal, store, archive.CHECKPOINTS
             )
         return found
 

@@ -19,7 +19,6 @@ from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_protocol.heads import journal_copy, journal_files
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
-    ManifestT,
     StoredFile,
     SuspendedManifest,
     decode_manifest,
@@ -34,6 +33,7 @@ _PAUSE_SECONDS = 0.05
 a run every few seconds at most."""
 
 T = TypeVar("T")
+DescribedT = TypeVar("DescribedT", CheckpointManifest, SuspendedManifest)
 
 
 class _Changed(Exception):
@@ -144,8 +144,8 @@ def suspended(store: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
 
 
 def _described(
-    unit: Unit, stack: ExitStack, store: Path, key: str, model: type[ManifestT]
-) -> ManifestT | None:
+    unit: Unit, stack: ExitStack, store: Path, key: str, model: type[DescribedT]
+) -> DescribedT | None:
     """Open a manifest and the files that it names; None if there is none, or it is damaged."""
     try:
         content = unit.add(stack, store / key).read()
@@ -157,7 +157,6 @@ def _described(
     except InvalidRequest as error:
         unit.damage = error.message
         return None
-    assert isinstance(manifest, CheckpointManifest | SuspendedManifest)  # noqa: S101 - for mypy
     for name, stored in manifest.files.items():
         try:
             unit.add(stack, store / manifest.key_of(name), stored)
@@ -216,13 +215,12 @@ def _journal_files(root: Path, run_id: str) -> tuple[Path, Path]:
     return journal_files.manifest_path(root, run_id), journal_files.segments_folder(root, run_id)
 
 
-def shared_journal(store: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open the copy of a run's journal in a store's folder, and its snapshot.
+def shared_journal(root: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
+    """Return how to open the copy of a run's journal in a store, and its snapshot.
 
     Objects never change, are created in order, and are deleted, the oldest first, once a newer one
     names a snapshot that replaces them.
     """
-    root = store / journal_copy.FOLDER
 
     def find(stack: ExitStack) -> Unit | None:
         folder = root / journal_copy.objects_folder(run_id)
