@@ -73,7 +73,9 @@ def next_steps(training: tinker.TrainingClient, count: int) -> tuple[int, Sequen
     numbers: list[int] = []
     for _ in range(count):
         passed = training.forward_backward([a_datum()], "cross_entropy")
-        numbers.append(int(training.optim_step(ADAM).result().metrics["step"]))
+        applied = training.optim_step(ADAM).result()
+        assert applied.metrics is not None
+        numbers.append(int(applied.metrics["step"]))
         losses.append(passed.result().metrics["loss:sum"])
     return numbers[0] - 1, losses
 
@@ -107,7 +109,7 @@ def test_a_backup_made_while_a_run_trains_is_restored_elsewhere_bit_for_bit(
 
         training = Training(create(base_model=MODEL, rank=4, seed=2).result())
         wait_until(lambda: len(training.losses) >= 6, "a snapshot and more steps")
-        begun = len(training.losses)
+        started_at = len(training.losses)
         run(server, BACK_UP, tmp_path)
         training.stop_after(8)
         server.kill()
@@ -127,7 +129,7 @@ def test_a_backup_made_while_a_run_trains_is_restored_elsewhere_bit_for_bit(
         assert [step(resumed) for _ in range(3)] == after_checkpoint
 
         count, losses = next_steps(attached(server, training.run_id), 3)
-        assert count >= begun
+        assert count >= started_at
         assert losses == training.losses[count : count + 3]
         listed = server.rest().list_checkpoints(str(kept.model_id)).result().checkpoints
         assert [each.tinker_path for each in listed] == [checkpoint]

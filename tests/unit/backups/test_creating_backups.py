@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_api.admin.backup import create, open_files, verify
+from tinkercloud_api.admin.backup import archive, create, open_files, verify
 from tinkercloud_api.admin.backup.archive import Manifest
 from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_api.catalog.schema.tables import Upload
@@ -152,11 +152,11 @@ def test_unfinished_uploads_are_left_out_of_the_catalog(state: State) -> None:
             is_finished=is_finished,
         )
 
-    state.change(lambda catalog: catalog.add_upload(upload("begun", is_finished=False), 9))
+    state.change(lambda catalog: catalog.add_upload(upload("open", is_finished=False), 9))
     state.change(lambda catalog: catalog.add_upload(upload("done", is_finished=True), 9))
     _, copy = back_up(state)
 
-    assert copy.change(lambda catalog: catalog.upload("begun")) is None
+    assert copy.change(lambda catalog: catalog.upload("open")) is None
     assert copy.change(lambda catalog: catalog.upload("done")) is not None
 
 
@@ -281,7 +281,7 @@ def test_a_copied_journal_comes_with_the_snapshot_that_its_newest_base_names(
     }
 
 
-def test_files_that_change_without_end_fail_the_backup_with_what_to_do(
+def test_files_that_keep_changing_fail_the_backup_with_what_to_do(
     state: State, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(open_files, "_PAUSE_SECONDS", 0)
@@ -357,7 +357,7 @@ def test_a_store_or_a_database_elsewhere_is_refused_with_what_to_use_instead(
 def test_a_catalog_that_another_release_made_is_backed_up_by_that_release(state: State) -> None:
     with pytest.raises(BackupError, match="use the `tinkercloud` command of the release"):
         create._require_current(
-            create.Header(
+            archive.Header(
                 created_at=now(),
                 catalog_revisions=["0.0.9"],
                 has_checkpoints=False,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest

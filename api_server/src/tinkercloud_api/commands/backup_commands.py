@@ -185,9 +185,9 @@ def _output(file: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _workspace(file: str) -> Iterator[Path]:
-    """Return a temporary folder: beside a file, or that of the system."""
-    beside = None if file == _PIPE else Path(file).absolute().parent
-    with tempfile.TemporaryDirectory(dir=beside, prefix=".tinkercloud-backup-") as folder:
+    """Return a temporary folder: next to a file, or that of the system."""
+    folder_of_file = None if file == _PIPE else Path(file).absolute().parent
+    with tempfile.TemporaryDirectory(dir=folder_of_file, prefix=".tinkercloud-backup-") as folder:
         yield Path(folder)
 
 

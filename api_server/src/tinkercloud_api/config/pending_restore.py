@@ -1,6 +1,6 @@
 """The last step of `tinkercloud backup restore`, which replaces everything or nothing.
 
-A restore writes its files to a folder `restore-incomplete` beside those that they replace. One
+A restore writes its files to a folder `restore-incomplete` next to those that they replace. One
 rename of `restore-committed.json` in the state folder then decides that they do: before it, the
 folder has its old content, and after it, `finish` moves the new files into place. The next process
 that uses the folder calls `finish` too, so one that is killed in between leaves no mixture. All
@@ -118,7 +118,7 @@ def _replace(restore: Restore) -> None:
 
 
 def _move_aside(path: Path) -> None:
-    """Move an old file or folder, which may be missing, to the staging folder beside it."""
+    """Move an old file or folder, which may be missing, to the staging folder next to it."""
     if not path.exists() and not path.is_symlink():
         return
     old = path.parent / STAGING / _OLD

@@ -1,4 +1,4 @@
-"""Restores a backup: everything is written and checked beside the old state, then replaces it.
+"""Restores a backup: everything is written and checked next to the old state, then replaces it.
 
 `config.pending_restore` makes that one decision, which the next command or server completes if this
 process is killed.
@@ -146,7 +146,7 @@ def _is_empty(path: Path) -> bool:
 
 
 class _Staged:
-    """Implements `archive.Sink`: writes the files of a backup beside those that they replace."""
+    """Implements `archive.Sink`: writes the files of a backup next to those that they replace."""
 
     def __init__(self, name: str, where: Target) -> None:
         self._name, self._where = name, where
