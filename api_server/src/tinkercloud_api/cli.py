@@ -1,9 +1,9 @@
 """The `tinkercloud` command.
 
-`serve`, `keys`, `users`, `catalog` and `doctor` use this machine's state folder; `demo`, `models`,
-`sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running server, local
-or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` and `cluster` use a Kubernetes cluster
-(KUBECONFIG). `plan` needs neither.
+`serve`, `keys`, `users`, `catalog`, `backup` and `doctor` use this machine's state folder; `demo`,
+`models`, `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running
+server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` and `cluster` use a Kubernetes
+cluster (KUBECONFIG). `plan` needs neither.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.commands import (
     audit_commands,
+    backup_commands,
     catalog_commands,
     checkpoint_commands,
     cluster_commands,
@@ -60,6 +61,7 @@ models_app = typer.Typer(help="Inspect the base models of a running server.", no
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_commands.app, name="catalog")
+app.add_typer(backup_commands.app, name="backup")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(program_commands.app, name="programs")

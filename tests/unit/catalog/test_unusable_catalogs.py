@@ -141,16 +141,3 @@ def test_a_backup_is_one_complete_file_or_none(tmp_path: Path) -> None:
     with pytest.raises(BackupError, match="catalog rebuild"):
         back_up(catalog, tmp_path / "other.db")
     assert list(tmp_path.glob("other*")) == []
-
-
-def test_the_backup_command_says_how_postgresql_is_backed_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = "postgresql+asyncpg://me:secret@db.example/tinkercloud"
-    monkeypatch.setenv("TINKERCLOUD_DATABASE_URL", url)
-
-    refused = keys("catalog", "backup", str(tmp_path / "copy"), state_dir=tmp_path)
-
-    assert refused.returncode == 1
-    assert "pg_dump --format=custom" in " ".join(refused.stderr.split())
-    assert "secret" not in refused.stderr

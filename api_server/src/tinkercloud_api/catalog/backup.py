@@ -9,12 +9,15 @@ import os
 import sqlite3
 from pathlib import Path
 
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
+
 _MODE = 0o600
 """The catalog contains the server's secrets and hashes of keys."""
 
 
 class BackupError(Exception):
-    """The catalog cannot be backed up; the message says why and what to do."""
+    """A backup cannot be made, read or restored; the message says why and what to do."""
 
 
 def back_up(catalog: Path, target: Path) -> None:
@@ -56,8 +59,75 @@ def _copy(catalog: Path, target: Path) -> None:
         contextlib.closing(sqlite3.connect(target)) as copy,
     ):
         source.backup(copy)
-        # The copy inherits the write-ahead log, with which a single file would not be all of it.
-        copy.execute("PRAGMA journal_mode=DELETE")
-        (result,) = copy.execute("PRAGMA integrity_check(1)").fetchone()
-        if result != "ok":
-            raise BackupError(result)
+    seal(target)
+
+
+def seal(file: Path) -> None:
+    """Make one file all of a catalog that no process uses.
+
+    Raises:
+        BackupError: it is damaged.
+        sqlite3.Error: it can't be read or written.
+    """
+    with contextlib.closing(sqlite3.connect(file)) as catalog:
+        # With a write-ahead log, a part of it would be in another file.
+        catalog.execute("PRAGMA journal_mode=DELETE")
+    check(file)
+
+
+def check(file: Path) -> None:
+    """Check that a sealed catalog is not damaged.
+
+    Raises:
+        BackupError: it is.
+    """
+    try:
+        with contextlib.closing(sqlite3.connect(_read_only(file), uri=True)) as catalog:
+            (result,) = catalog.execute("PRAGMA integrity_check(1)").fetchone()
+    except sqlite3.Error as error:
+        result = str(error)
+    if result != "ok":
+        raise BackupError(f"{file.name} is damaged ({result})")
+
+
+def revisions(file: Path) -> list[str]:
+    """Return the revisions of a catalog's schema.
+
+    Raises:
+        BackupError: the file is no catalog.
+    """
+    try:
+        return [row for (row,) in _rows(file, "SELECT version_num FROM alembic_version")]
+    except sqlite3.Error as error:
+        raise BackupError(f"{file.name} is not a catalog ({error})") from None
+
+
+def named_checkpoints(file: Path) -> dict[CheckpointPath, str]:
+    """Return the checkpoints that a catalog names as existing and not damaged.
+
+    Returns:
+        When each was created, as the database has it.
+
+    Raises:
+        BackupError: the file can't be read.
+    """
+    query = (
+        "SELECT run_id, kind, name, created_at FROM checkpoints WHERE created_at IS NOT NULL AND"
+        " damage IS NULL"
+    )
+    try:
+        found = _rows(file, query)
+        return {
+            CheckpointPath(run, CheckpointKind(kind), name): at for run, kind, name, at in found
+        }
+    except (sqlite3.Error, ValueError, InvalidRequest) as error:
+        raise BackupError(f"{file.name} can't be read ({error})") from None
+
+
+def _rows(file: Path, query: str) -> list[tuple[str, ...]]:
+    with contextlib.closing(sqlite3.connect(_read_only(file), uri=True)) as catalog:
+        return catalog.execute(query).fetchall()
+
+
+def _read_only(file: Path) -> str:
+    return f"{file.absolute().as_uri()}?mode=ro"

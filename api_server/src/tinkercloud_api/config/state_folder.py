@@ -1,4 +1,4 @@
-"""The state folder: creating it, its version, and locking out other servers that use it."""
+"""The state folder: creating it, its version, and locking out others that use it."""
 
 import fcntl
 import os
@@ -9,10 +9,13 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tinkercloud_api.config import pending_restore
 from tinkercloud_protocol.heads.releases import Versions, this_release
 
 PID_FILE = "server.pid"
 VERSION_FILE = "version.json"
+RESTORE = "(restore)"
+"""Use of a state folder by the restore of a backup, instead of a server's URL."""
 VERSIONS = Versions(1, 1)
 """Versions of the folder's layout: which files it has, apart from those that name their own."""
 
@@ -57,16 +60,20 @@ def check_version(folder: Path) -> None:
 def make(folder: Path) -> None:
     """Create a state folder if it does not exist, and record its version.
 
+    A restore that was killed is finished.
+
     Raises:
-        StateFolderError: the folder cannot be created or is not writable, or `check_version`.
+        StateFolderError: the folder cannot be created or is not writable, a backup is being
+            restored to it, or `check_version`.
     """
+    finish_restore(folder)
     check_version(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         if not (folder / VERSION_FILE).exists():
-            _write_version(folder)
+            write_version(folder)
     except OSError as error:
         why = "not a folder" if isinstance(error, FileExistsError) else error.strerror
         raise StateFolderError(
@@ -75,11 +82,34 @@ def make(folder: Path) -> None:
         ) from None
 
 
-def _write_version(folder: Path) -> None:
+def write_version(folder: Path) -> None:
+    """Record that this release has used a folder.
+
+    Raises:
+        OSError: the file can't be written.
+    """
     ours = FolderVersion(version=VERSIONS.newest, release=this_release())
     staged = folder / f"{VERSION_FILE}.{os.getpid()}"
     staged.write_text(ours.model_dump_json())
     staged.replace(folder / VERSION_FILE)
+
+
+def finish_restore(folder: Path) -> None:
+    """Finish a restore that was killed, or delete what it has left.
+
+    Raises:
+        StateFolderError: a backup is being restored to the folder, or a file can't be moved.
+    """
+    if not pending_restore.is_pending(folder):
+        return
+    with StateFolderLock(folder, RESTORE):
+        try:
+            pending_restore.finish(folder)
+        except OSError as error:
+            raise StateFolderError(
+                f"state_dir: cannot finish the restore of a backup to {folder} ({error}); repair"
+                " the disk, then try again"
+            ) from None
 
 
 class StateFolderLock:
@@ -92,26 +122,24 @@ class StateFolderLock:
         StateFolderError: another process uses the folder.
     """
 
-    def __init__(self, folder: Path, url: str) -> None:
+    def __init__(self, folder: Path, use: str) -> None:
         """Create a lock.
 
         Args:
             folder: the state folder, which must exist.
-            url: URL of this server for clients on this machine.
+            use: URL of this server for clients on this machine, or `RESTORE`.
         """
         self._folder = folder
-        self._url = url
+        self._use = use
         self._file: IO[str] | None = None
 
     def __enter__(self) -> None:
         self._file = (self._folder / PID_FILE).open("a+")
-        if not _lock(self._file):
-            raise StateFolderError(
-                f"process {_pid(self._folder)} already serves {self._folder}; stop it or choose"
-                " another folder with --state-dir or TINKERCLOUD_STATE_DIR"
-            )
+        if not lock(self._file):
+            self._file.close()
+            raise StateFolderError(_in_use(self._folder))
         self._file.truncate(0)
-        self._file.write(f"{os.getpid()}\n{self._url}\n")
+        self._file.write(f"{os.getpid()}\n{self._use}\n")
         self._file.flush()
 
     def __exit__(self, *_exception: object) -> None:
@@ -130,9 +158,15 @@ class RunningServer:
 
 def running_server(folder: Path) -> RunningServer | None:
     """Return the server that uses a state folder, or None."""
+    user = _user(folder)
+    return user if user is not None and user.url != RESTORE else None
+
+
+def _user(folder: Path) -> RunningServer | None:
+    """Return the process that has locked a state folder, or None."""
     try:
         with (folder / PID_FILE).open() as file:
-            if _lock(file):
+            if lock(file):
                 return None
             pid, _, url = file.read().partition("\n")
             return RunningServer(int(pid), url.strip())
@@ -140,12 +174,19 @@ def running_server(folder: Path) -> RunningServer | None:
         return None
 
 
-def _pid(folder: Path) -> str:
-    server = running_server(folder)
-    return str(server.pid) if server is not None else "(unknown)"
+def _in_use(folder: Path) -> str:
+    user = _user(folder)
+    if user is not None and user.url == RESTORE:
+        return f"process {user.pid} is restoring a backup to {folder}; wait until it has ended"
+    pid = user.pid if user is not None else "(unknown)"
+    return (
+        f"process {pid} already serves {folder}; stop it or choose another folder with --state-dir"
+        " or TINKERCLOUD_STATE_DIR"
+    )
 
 
-def _lock(file: IO[str]) -> bool:
+def lock(file: IO[str]) -> bool:
+    """Lock a file until it is closed; return whether no other process has locked it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -24,7 +24,7 @@ from tinkercloud_api.catalog.schema.connection import check_revision, migrate, o
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
-from tinkercloud_api.config import state_folder
+from tinkercloud_api.config import server_settings, state_folder
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
@@ -92,6 +92,7 @@ def run(settings: Settings) -> None:
     listener = _listen(settings)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):
+        _record_settings(settings)
         preflight.check_metrics_port(settings)
         asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
         config = uvicorn.Config(
@@ -145,22 +146,34 @@ def _url(settings: Settings, port: int) -> str:
 
 def _check_versions(settings: Settings) -> None:
     """Refuse the state of a newer release before anything is written to its folder."""
+    state_folder.finish_restore(settings.state_dir)
     state_folder.check_version(settings.state_dir)
     check_revision(settings.catalog_url)
 
 
 def _make_state_folder(settings: Settings) -> None:
-    """Make the state folder; on Kubernetes a server needs one only if it contains the catalog."""
-    if settings.database_url is None or settings.provider == "local":
+    if _has_state_folder(settings):
         state_folder.make(settings.state_dir)
 
 
-def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
-    """Return a context in which no other server uses the state folder.
+def _has_state_folder(settings: Settings) -> bool:
+    """Return whether the server has one: on Kubernetes, only if it contains the catalog."""
+    return settings.database_url is None or settings.provider == "local"
 
-    On Kubernetes the volume with the catalog prevents a second pod.
-    """
-    if settings.provider == "kubernetes":
+
+def _record_settings(settings: Settings) -> None:
+    """Write the settings to the state folder, where backups find them."""
+    if not _has_state_folder(settings):
+        return
+    try:
+        server_settings.write(settings.state_dir, settings)
+    except OSError as error:
+        log.warning("the settings can't be recorded for backups", reason=str(error))
+
+
+def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
+    """Return a context in which no other server, and no restore, uses the state folder."""
+    if not _has_state_folder(settings):
         return nullcontext()
     return state_folder.StateFolderLock(settings.state_dir, url)
 

@@ -43,6 +43,10 @@ class UploadStatements(Statements):
         of_files = query.where(Upload.id.not_like("%:%"))
         return await self._all(of_files.order_by(Upload.expires_at, Upload.id))
 
+    async def forget_unfinished_uploads(self) -> None:
+        """Remove all uploads and copies that are not finished."""
+        await self._change(delete(Upload).where(Upload.is_finished.is_(False)))
+
     async def size_of_uploads(self, owner: str) -> int:
         """Return the total declared bytes of an owner's open uploads."""
         query = select(func.sum(Upload.size_bytes)).where(

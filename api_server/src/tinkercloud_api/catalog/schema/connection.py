@@ -1,6 +1,7 @@
 """Connection to the catalog database, and its schema migrations."""
 
 import sqlite3
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
@@ -165,19 +166,29 @@ def described(error: BaseException) -> str:
     return reason + (_REPAIR if any(text in reason for text in _DAMAGE) else "")
 
 
+def newest_revision() -> str:
+    """Return the revision of the schema that this release makes."""
+    return ScriptDirectory.from_config(migration_config()).get_current_head() or ""
+
+
+def unknown_revision(found: Collection[str]) -> str | None:
+    """Return one of the revisions that this release does not have; None if it has all of them."""
+    scripts = ScriptDirectory.from_config(migration_config())
+    known = {script.revision for script in scripts.walk_revisions()}
+    return min(set(found) - known, default=None)
+
+
 def _require_known(found: set[str], url: URL) -> None:
     """Check the revisions of a catalog.
 
     Raises:
         CatalogUnreachableError: this release does not have one of them.
     """
-    scripts = ScriptDirectory.from_config(migration_config())
-    unknown = sorted(found - {script.revision for script in scripts.walk_revisions()})
-    if not unknown:
+    revision = unknown_revision(found)
+    if revision is None:
         return
     where = url.render_as_string(hide_password=True)
-    revision = ", ".join(unknown)
-    if unknown[0].startswith(_BEFORE_RELEASES):
+    if revision.startswith(_BEFORE_RELEASES):
         is_file = url.get_backend_name() == "sqlite"
         other = _REBUILD if is_file else _REBUILD_ELSEWHERE
         raise CatalogUnreachableError(
@@ -185,9 +196,9 @@ def _require_known(found: set[str], url: URL) -> None:
             f" release 0.1.0, which no release reads; {other}, which lists runs and checkpoints"
             " again, and then create keys, users and projects"
         )
-    release = unknown[0].partition("_")[0]
+    release = revision.partition("_")[0]
     raise CatalogUnreachableError(
         f"database_url: the catalog at {where} has revision {revision}, and release"
-        f" {this_release()} reads revisions up to {scripts.get_current_head()}; use release"
+        f" {this_release()} reads revisions up to {newest_revision()}; use release"
         f" {release} or newer, or restore a backup from before the upgrade"
     )

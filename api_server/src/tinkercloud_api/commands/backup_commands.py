@@ -1,0 +1,204 @@
+"""`tinkercloud backup`: making, checking and restoring backups of a server."""
+
+import fcntl
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
+from tinkercloud_api.commands.local_catalog import StateDir
+from tinkercloud_api.commands.shared import Json, fail, read_settings
+from tinkercloud_api.config.state_folder import StateFolderError
+
+app = typer.Typer(help="Make, check and restore backups of a server.", no_args_is_help=True)
+
+_PIPE = "-"
+_INCOMPLETE = ".incomplete"
+_ToRead = Annotated[str, typer.Argument(help="The backup; - reads standard input.")]
+
+
+@app.command("create")
+def create_backup(
+    file: Annotated[str, typer.Argument(help="File to create; - writes to standard output.")],
+    state_dir: StateDir = None,
+    *,
+    checkpoints: Annotated[
+        bool,
+        typer.Option(
+            "--checkpoints", help="Include the checkpoint store, if it is a folder on this machine."
+        ),
+    ] = False,
+    journals: Annotated[
+        bool,
+        typer.Option(
+            "--journals",
+            help="Include the journals of session heads, with which runs continue that are not"
+            " suspended.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Back up the server's catalog and settings to one file, also while it runs.
+
+    The file contains hashes of API keys and the server's secrets, and with --journals also training
+    data. Settings that are secret are left out.
+    """
+    from tinkercloud_api.admin.backup import create  # noqa: PLC0415 - takes a while to load
+
+    if file == _PIPE and as_json:
+        fail("--json: with -, standard output is the backup; leave --json out")
+    if file == _PIPE and sys.stdout.isatty():
+        fail("standard output is a terminal; redirect it to a file or a command")
+    os.umask(0o077)
+    settings = read_settings(state_dir=state_dir)
+    where = "standard output" if file == _PIPE else file
+    with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
+        source = create.sources(settings, checkpoints=checkpoints, journals=journals)
+        progress = CopyProgress("copied", create.size_of(source))
+        manifest = create.create(source, output, workspace, progress)
+        progress.finish()
+    _report(manifest, f"backed up to {where}", as_json=as_json, to_stderr=file == _PIPE)
+
+
+@app.command("verify")
+def verify_backup(file: _ToRead, *, as_json: Json = False) -> None:
+    """Check a backup: its checksums, its catalog, and that it has the checkpoints that it lists."""
+    from tinkercloud_api.admin.backup import verify  # noqa: PLC0415 - takes a while to load
+
+    with (
+        _failures(f"check {file}"),
+        _input(file) as (stream, name),
+        _workspace(_PIPE) as workspace,
+    ):
+        progress = CopyProgress("checked", _size(file))
+        manifest = verify.verify(stream, name, workspace, progress)
+        progress.finish()
+    _report(manifest, f"{name} is complete", as_json=as_json, to_stderr=False)
+
+
+@app.command("restore")
+def restore_backup(
+    file: _ToRead,
+    state_dir: StateDir = None,
+    *,
+    replace: Annotated[
+        bool,
+        typer.Option(
+            "--replace",
+            help="Delete what the state folder has instead of what the backup has. What the backup"
+            " does not have stays.",
+        ),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Restore a backup to the state folder of a server that does not run.
+
+    The backup is checked before anything changes. A restore that is killed has changed everything
+    or nothing: the next server or command that uses the folder completes it.
+    """
+    from tinkercloud_api.admin.backup import restore  # noqa: PLC0415 - takes a while to load
+
+    os.umask(0o077)
+    settings = read_settings(state_dir=state_dir)
+    with _failures(f"restore {file}"), _input(file) as (stream, name):
+        where = restore.target(settings, replaces=replace)
+        progress = CopyProgress("restored", _size(file))
+        manifest = restore.restore(stream, name, where, progress)
+        progress.finish()
+    _report(manifest, f"restored {name} to {where.state_dir}", as_json=as_json, to_stderr=False)
+
+
+def _report(manifest: Any, sentence: str, *, as_json: bool, to_stderr: bool) -> None:  # noqa: ANN401 - loaded late
+    """Print what a backup has."""
+    numbers = {
+        "files": len(manifest.files),
+        "size_bytes": manifest.size_bytes,
+        "checkpoints": manifest.count("checkpoints/runs/*/*weights/*/manifest.json"),
+        "journals": manifest.count("heads/*/journals/runs/*/journal/manifest.json"),
+    }
+    if as_json:
+        described = manifest.model_dump(mode="json", exclude={"files"})
+        typer.echo(json.dumps({**described, **numbers}))
+        return
+    lines = [
+        f"{sentence}: {binary_size(manifest.size_bytes)} in {numbers['files']} files of"
+        f" {manifest.created_at.isoformat(timespec='seconds')}, release {manifest.release}",
+        f"checkpoints: {numbers['checkpoints'] if manifest.has_checkpoints else 'not included'}",
+        f"journals: {numbers['journals'] if manifest.has_journals else 'not included'}",
+    ]
+    if manifest.left_out:
+        lines.append(f"settings left out: {', '.join(manifest.left_out)}")
+    lines += [f"damaged before the backup: {name}: {why}" for name, why in manifest.damaged.items()]
+    for line in lines:
+        typer.echo(line, err=to_stderr)
+
+
+@contextmanager
+def _failures(doing: str) -> Iterator[None]:
+    """Exit with an error message instead of an exception.
+
+    Args:
+        doing: what is done with files, such as `write FILE`.
+    """
+    from tinkercloud_api.catalog.backup import BackupError  # noqa: PLC0415 - takes a while to load
+
+    try:
+        yield
+    except (BackupError, StateFolderError) as error:
+        fail(str(error))
+    except OSError as error:
+        named = f"{error.filename}: " if error.filename else ""
+        fail(f"cannot {doing} ({named}{error.strerror or error}); nothing was written or changed")
+
+
+@contextmanager
+def _output(file: str) -> Iterator[IO[bytes]]:
+    """Return where a backup is written; a file exists only once it is complete."""
+    if file == _PIPE:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    target, staged = Path(file), Path(f"{file}{_INCOMPLETE}")
+    with staged.open("ab") as output:
+        try:
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"{file} is being written by another command; choose another file")
+        try:
+            if target.exists():
+                fail(f"{file} already exists; choose a new file")
+            output.truncate(0)
+            yield output
+            output.flush()
+            os.fsync(output.fileno())
+            staged.replace(target)
+        finally:
+            staged.unlink(missing_ok=True)
+
+
+@contextmanager
+def _workspace(file: str) -> Iterator[Path]:
+    """Return a temporary folder: next to a file, or that of the system."""
+    folder_of_file = None if file == _PIPE else Path(file).absolute().parent
+    with tempfile.TemporaryDirectory(dir=folder_of_file, prefix=".tinkercloud-backup-") as folder:
+        yield Path(folder)
+
+
+@contextmanager
+def _input(file: str) -> Iterator[tuple[IO[bytes], str]]:
+    if file == _PIPE:
+        yield sys.stdin.buffer, "standard input"
+        return
+    with Path(file).open("rb") as stream:
+        yield stream, file
+
+
+def _size(file: str) -> int | None:
+    return None if file == _PIPE else Path(file).stat().st_size
