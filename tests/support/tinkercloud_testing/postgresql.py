@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,6 +107,17 @@ def a_postgresql(address: str = "127.0.0.1") -> Iterator[PostgreSQL]:
             yield server
         finally:
             server.stop()
+            _remove_soon(data)
+
+
+def _remove_soon(data: Path) -> None:
+    """Remove the databases in the background.
+
+    They are thousands of files: on a busy disk, that takes longer than the last test may.
+    """
+    removed = Path(tempfile.mkdtemp(prefix="tinkercloud-removed-"))
+    data.rename(removed / data.name)
+    os.posix_spawnp("rm", ["rm", "-rf", str(removed)], os.environ)
 
 
 def _programs() -> Path:
