@@ -105,6 +105,7 @@ def examples(operation: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"params": params} if body is None else {"params": params, "json": body}
 
 
+@pytest.mark.timeout(120)
 def test_no_call_answers_with_a_status_that_it_does_not_list(tmp_path: Path) -> None:
     app = Application(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead())
     headers = {"x-api-key": KEY, "range": "bytes=9999999-"}
