@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 STAGING = "restore-incomplete"
-"""Folder of the files that a restore has written, and of those that they have replaced."""
+"""Folder for the new files of a restore and the old files that they replace."""
 RECORD = "restore-committed.json"
 _NEW, _OLD = "new", "old"
 
