@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,23 @@ CAN_MOUNT = os.access("/dev/loop-control", os.W_OK)
 """Whether this machine can have `a_disk`: Linux, as root, and not in a container."""
 
 _SIZE_BYTES = 64 << 20
+
+
+@contextmanager
+def no_files_over(size_bytes: int) -> Iterator[None]:
+    """Make writes of this process beyond a file's size fail, as those to a full disk do.
+
+    It writes no bytecode meanwhile: Python 3.11 keeps what a short write leaves of a module's, and
+    no later process can import that module (https://github.com/python/cpython/issues/126606).
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wrote_none, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = wrote_none
 
 
 @contextmanager

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import resource
 import shutil
 import tarfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from tinkercloud_api.config.state_folder import StateFolderError, StateFolderLoc
 from tinkercloud_protocol.heads import checkpoint_manifest
 from tinkercloud_protocol.heads.releases import this_release
 from tinkercloud_testing.backed_up import State, contents, now
+from tinkercloud_testing.disks import no_files_over
 
 
 def nothing(_: int) -> None:
@@ -380,20 +380,15 @@ def test_a_restore_that_is_killed_at_any_step_of_replacing_leaves_the_old_or_the
     assert is_whole(tmp_path / "whole", made)
 
 
-def full_disk() -> None:
-    """Make writes of this process fail as on a full disk, once a file has 1 kB."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-
-
 def test_a_restore_on_a_full_disk_says_so_and_changes_nothing(backup: bytes, used: State) -> None:
     before = contents(used.folder)
 
     def restore_on_it() -> int:
-        full_disk()
-        try:
-            restored(backup, used.folder, replaces=True)
-        except BackupError as error:
-            return 7 if re.search("cannot write .*; nothing was changed", str(error)) else 1
+        with no_files_over(1000):
+            try:
+                restored(backup, used.folder, replaces=True)
+            except BackupError as error:
+                return 7 if re.search("cannot write .*; nothing was changed", str(error)) else 1
         return 0
 
     assert in_a_process(restore_on_it) == 7
@@ -414,8 +409,8 @@ def test_a_backup_on_a_full_disk_says_so_and_leaves_nothing(made: State, tmp_pat
     file = tmp_path / "b.tar"
 
     def back_up_on_it() -> int:
-        full_disk()
-        result = command("create", str(file), "--checkpoints", state_dir=made.folder)
+        with no_files_over(1000):
+            result = command("create", str(file), "--checkpoints", state_dir=made.folder)
         said = " ".join(result.stderr.split())
         is_clear = re.search(r"error: cannot (copy|write) .*nothing was written", said) is not None
         return 7 if is_clear and result.exit_code == 1 else 1

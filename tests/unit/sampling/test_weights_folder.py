@@ -1,8 +1,5 @@
 """Files of published weights are written completely or not at all."""
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_testing.disks import no_files_over
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
@@ -21,17 +19,6 @@ WEIGHTS = WeightsSnapshot(
         f"{MODULE}.lora_B.weight": torch.zeros(8, 4),
     },
 )
-
-
-@contextmanager
-def no_files_over(size_bytes: int) -> Iterator[None]:
-    """Let writes beyond a file's size fail, as those to a full disk do."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_weights_that_do_not_fit_leave_nothing_behind(tmp_path: Path) -> None:
