@@ -90,11 +90,11 @@ def test_a_placed_run_shows_that_it_is_not_durable() -> None:
 def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     served = reconcile(a_run(a_cluster()), SETTINGS)
     assert served.status is not None
-    failed = a_run(a_cluster(), pool_message="the store is full", status=served.status)
+    failed = a_run(a_cluster(), move_failure="the store is full", status=served.status)
     plan = reconcile(failed, SETTINGS)
     assert plan.status is not None
     reported = changed(failed, status=plan.status)
-    over = reconcile(changed(reported, pool_message=None), SETTINGS)
+    over = reconcile(changed(reported, move_failure=None), SETTINGS)
 
     kind = ConditionType.QUOTA_RESERVED
     assert condition_of(plan) == ("True", Reason.READY)
