@@ -106,6 +106,18 @@ def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     assert condition_of(over, kind) == ("True", Reason.PLACED)
 
 
+def test_a_placed_run_waits_while_the_memory_of_its_cluster_has_no_room_for_it() -> None:
+    message = "the memory of pool cluster pool-a has no room"
+
+    plan = reconcile(a_run(a_cluster(), pool_message=message), SETTINGS)
+
+    assert condition_of(plan) == ("False", Reason.POOL_FULL)
+    assert condition_of(plan, ConditionType.QUOTA_RESERVED) == ("True", Reason.PLACED)
+    assert plan.status is not None
+    assert (plan.status.phase, plan.status.message) == ("Queued", message)
+    assert plan.status.endpoint is None
+
+
 def test_a_placed_run_is_as_ready_as_its_cluster() -> None:
     ready = reconcile(a_run(a_cluster()), SETTINGS)
     waits = reconcile(a_run(a_cluster(endpoint=None)), SETTINGS)
