@@ -214,9 +214,9 @@ def test_a_placed_run_without_room_gets_another_cluster_and_says_why_it_waits() 
     [(name, message)] = meanwhile.waiting.items()
     assert name == "two"
     assert message == (
-        "the memory of pool cluster a, which holds 1 models, has no room for its adapter of rank 8,"
-        " which takes 8000 bytes; it is moved when another cluster has room: waiting for a cluster"
-        f" of the pool to be ready: {plan.create[0]}"
+        "the memory of pool cluster a has no room for its adapter of rank 8 (8000 bytes), with 1"
+        " models there; it is moved when another has room: waiting for a cluster of the pool to be"
+        f" ready: {plan.create[0]}"
     )
     full = plan_pool(at_most)
     assert (full.create, full.changes_at) == ((), None)

@@ -312,13 +312,13 @@ def _why_without_room(
         takes = ""
         if cluster.capacity is not None and member.rank:
             size = size_of(member, cluster.capacity)
-            takes = f" of rank {member.rank}, which takes {size} bytes"
+            takes = f" of rank {member.rank} ({size} bytes)"
         why = moves.held.get(member.name, why_waiting)
         if member.name in rooms:
             why = f"{len(moves.start)} other runs are moved first"
         found[member.name] = (
-            f"the memory of pool cluster {cluster.name}, which holds {len(cluster.held)} models, has"
-            f" no room for its adapter{takes}; it is moved when another cluster has room: {why}"
+            f"the memory of pool cluster {cluster.name} has no room for its adapter{takes}, with"
+            f" {len(cluster.held)} models there; it is moved when another has room: {why}"
         )
     return {name: message for name, message in found.items() if name not in moves.start}
 
