@@ -259,14 +259,17 @@ def test_a_placed_run_stays_if_its_own_head_has_room_again() -> None:
 def test_a_run_without_room_is_moved_although_its_head_does_not_know_sizes_by_rank() -> None:
     there, _ = two_on_a_head_of_one()
     there += [a_cluster("b"), a_run("three", "b")]
-    memory = {"a": HeadMemory(1, held=("one:train:0",)), "b": HeadMemory(2, held=("three:train:0",))}
+    memory = {
+        "a": HeadMemory(1, held=("one:train:0",)),
+        "b": HeadMemory(2, held=("three:train:0",)),
+    }
 
     plan = plan_pool(facts_of(*there, measured=memory))
 
     assert plan.moves.start == {"two": "b"}
 
 
-def test_more_runs_without_room_than_are_moved_at_a_time_start_no_cluster_they_do_not_need() -> None:
+def test_more_runs_without_room_than_move_at_a_time_start_no_cluster_they_do_not_need() -> None:
     lacking = [a_run(f"more-{number}", "a") for number in range(MAX_MOVES + 1)]
     there, memory = two_on_a_head_of_one(b=a_full_head("three:train:0", room_for_ranks=200))
     there += [*lacking, a_cluster("b"), a_run("three", "b")]

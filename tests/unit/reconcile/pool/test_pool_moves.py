@@ -467,7 +467,7 @@ class World:
 
 
 EVENTS = ("run", "run", "run", "end", "time", "heads", "heads", "ready", "ready", "change", "drain")
-OTHERS = ("gone", "kill", "store", "memory", "unload", "restart", "operate", "operate", "operate", "crash")
+OTHERS = ("gone", "kill", "store", "memory", "unload", "restart", *["operate"] * 3, "crash")
 some_events = st.lists(
     st.tuples(
         st.sampled_from([*EVENTS, *OTHERS]),

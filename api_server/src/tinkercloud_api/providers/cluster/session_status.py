@@ -189,7 +189,8 @@ def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> R
     """Return the readiness of a session that a pool cluster serves: that of the cluster.
 
     It waits if the cluster has no room for it. It does not end with its cluster: the operator gives
-    it a place on another one. Of a cluster that others share, it has the reason alone: the message may name their runs.
+    it a place on another one. Of a cluster that others share, it has the reason alone: the message
+    may name their runs.
     """
     if session.moving_to is not None:
         way = f"is being moved from pool cluster {cluster.name} to {session.moving_to}"

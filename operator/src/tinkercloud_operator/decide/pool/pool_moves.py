@@ -93,7 +93,9 @@ def plan_moves(
     stranded = [each for each in leaving if not _has_target(each, clusters)]
     room = max(0, MAX_MOVES - len(leaving))
     lacking = facts.without_room()
-    others = [each for each in _to_move(facts, load, has_waiting=has_waiting) if each not in lacking]
+    others = [
+        each for each in _to_move(facts, load, has_waiting=has_waiting) if each not in lacking
+    ]
     held = [each for each in (*lacking, *others) if _is_refused(each, facts.now)]
     movable = [each for each in others if each not in held]
     found = dict(islice(rooms.items(), room))
