@@ -313,12 +313,11 @@ def _why_without_room(
         if cluster.capacity is not None and member.rank:
             size = size_of(member, cluster.capacity)
             takes = f" of rank {member.rank} ({size} bytes)"
-        why = moves.held.get(member.name, why_waiting)
-        if member.name in rooms:
-            why = f"{len(moves.start)} other runs are moved first"
+        is_next = member.name in rooms
+        why = "other runs are moved first" if is_next else why_waiting
         found[member.name] = (
             f"the memory of pool cluster {cluster.name} has no room for its adapter{takes}, with"
-            f" {len(cluster.held)} models there; it is moved when another has room: {why}"
+            f" {len(cluster.held)} models there; it is moved when another has room: {moves.held.get(member.name, why)}"
         )
     return {name: message for name, message in found.items() if name not in moves.start}
 
