@@ -314,10 +314,10 @@ def _why_without_room(
             size = size_of(member, cluster.capacity)
             takes = f" of rank {member.rank} ({size} bytes)"
         is_next = member.name in rooms
-        why = "other runs are moved first" if is_next else why_waiting
+        why = "other runs are moved first" if is_next else moves.held.get(member.name, why_waiting)
         found[member.name] = (
             f"the memory of pool cluster {cluster.name} has no room for its adapter{takes}, with"
-            f" {len(cluster.held)} models there; it is moved when another has room: {moves.held.get(member.name, why)}"
+            f" {len(cluster.held)} models there; it is moved when another has room: {why}"
         )
     return {name: message for name, message in found.items() if name not in moves.start}
 
