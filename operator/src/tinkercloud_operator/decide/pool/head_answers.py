@@ -70,8 +70,7 @@ def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | N
     # The status may count a model that is being created, which the capacity does not know yet.
     known = capacity if capacity.rank_bytes is not None else None
     if capacity.more_models is not None:
-        most = len(capacity.held) + capacity.more_models
-        return HeadMemory(most, known, capacity.held)
+        return HeadMemory(len(capacity.held) + capacity.more_models, known, capacity.held)
     most = before.most_models if before is not None else None
     has_said = (most, known) != (None, None)
     return HeadMemory(most, known, capacity.held) if has_said else None
