@@ -69,6 +69,7 @@ _RENAMED = {
     "program_pods": ("pods", "of_program"),
     "pool_cluster": ("pool", "cluster"),
     "pool_message": ("pool", "message"),
+    "move_failure": ("pool", "move_failure"),
 }
 """Facts whose names say more than the fields of a part of `Observed`."""
 _PARTS = {

@@ -212,6 +212,19 @@ def test_a_run_that_is_being_moved_says_from_where_to_where() -> None:
     assert returning == Pending("active", "TrainingSession one returns to pool cluster pool-a")
 
 
+def test_a_run_waits_that_the_memory_of_its_cluster_has_no_room_for() -> None:
+    words = "the memory of pool cluster pool-a has no room"
+    waits = a_condition(ConditionType.READY, "False", Reason.POOL_FULL, words)
+    earlier = waits | {"observedGeneration": 1}
+    cluster = a_pool_cluster(READY, **SERVING)
+
+    assert readiness(a_run_in_a_pool(waits), cluster) == Pending(
+        "paused_capacity", f"TrainingSession one: PoolFull: {words}"
+    )
+    # It was written before the run was placed here.
+    assert isinstance(readiness(a_run_in_a_pool(earlier), cluster), Ready)
+
+
 def test_a_run_does_not_end_with_its_cluster() -> None:
     ended = replace(a_pool_cluster(READY, **SERVING), is_deleted=True)
     words = "could not suspend run-of-another-owner:train:0"

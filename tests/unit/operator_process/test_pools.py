@@ -301,6 +301,27 @@ async def test_a_run_that_the_memory_has_no_room_for_is_placed_when_it_has_some(
         await reached(lambda: place_of(operator, "two") == "pool-a")
 
 
+async def test_a_placed_run_that_its_head_has_no_room_for_waits_until_it_has(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_runner, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(head_answers, "ASK_AGAIN_SECONDS", 0.0)
+    full = HeadCapacity(1, 800, 0, 700, 0, held=("one:train:0",), rank_bytes=100)
+    operator.heads.capacities["pool-a"] = full
+    operator.see_cluster(endpoint="http://head", incarnation="i1")
+    operator.see_run("one", cluster="pool-a")
+    operator.see_run("two", cluster="pool-a")
+
+    with operator.working():
+        await reached(lambda: "has no room" in (operator.pools.waiting_message("two") or ""))
+        assert operator.pools.waiting_message("one") is None
+        operator.heads.capacities["pool-a"] = replace(full, free_bytes=100_000)
+        await reached(lambda: operator.pools.waiting_message("two") is None)
+
+    assert place_of(operator, "two") == "pool-a"
+    assert operator.reconciled.count("two") >= 2
+
+
 def a_head(name: str = "a") -> Cluster:
     unused_since = datetime(2026, 1, 1, tzinfo=UTC)
     return Cluster(name, True, False, unused_since, endpoint="http://head", incarnation="i1")
@@ -318,7 +339,7 @@ async def test_what_a_head_has_measured_counts_while_it_does_not_answer(
     await memory.ask([a_head()], lambda: None)
 
     assert operator.heads.asked == ["a", "a"]
-    assert memory.known == {"i1": HeadMemory(1)}
+    assert memory.known == {"i1": HeadMemory(1, held=("one:train:0",))}
 
 
 async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
@@ -338,7 +359,7 @@ async def test_nobody_waits_for_a_head_that_did_not_answer_last_time(
     assert memory.known == {}
     answers.set()
     await changed.wait()
-    assert memory.known == {"i1": HeadMemory(2)}
+    assert memory.known == {"i1": HeadMemory(2, held=("one:train:0",))}
 
 
 async def test_a_head_that_hangs_delays_only_the_first_plan(
@@ -363,7 +384,7 @@ async def test_an_answer_in_time_has_the_pool_planned_once(operator: Operator) -
     await memory.ask([a_head()], lambda: changes.append("changed"))
     await asyncio.sleep(0)
 
-    assert memory.known == {"i1": HeadMemory(2)}
+    assert memory.known == {"i1": HeadMemory(2, held=("one:train:0",))}
     assert changes == []
 
 
@@ -589,7 +610,7 @@ async def test_a_run_stays_if_its_head_answers_that_it_cannot_give_it_away_now(
         await reached(lambda: placed(operator) == ("pool-a", None))
 
     assert len(operator.heads.requests) == 1
-    assert "the store is full" in (operator.pools.waiting_message("one") or "")
+    assert "the store is full" in (operator.pools.move_failure("one") or "")
     assert "one" in operator.reconciled
 
 

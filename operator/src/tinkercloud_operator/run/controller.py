@@ -298,6 +298,7 @@ class Controller:
             pool=PoolPlace(
                 cluster=self.watched.pool_cluster(name),
                 message=self._pools.waiting_message(name),
+                move_failure=self._pools.move_failure(name),
                 takes_spare=self._spares.is_promised(name),
                 is_emptied=self._pools.is_emptied(name),
             ),

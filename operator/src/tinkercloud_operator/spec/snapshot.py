@@ -207,7 +207,9 @@ class PoolPlace:
     cluster: PoolCluster | None = None
     """The cluster that `spec.poolCluster` names, if it exists."""
     message: str | None = None
-    """Why it has no place in a pool, or could not be moved from it; None if neither is so."""
+    """Why it waits for a place in a pool, or for room on its cluster; None if it does not."""
+    move_failure: str | None = None
+    """Why it could not be moved to another cluster; None if it is not to be moved."""
     takes_spare: bool = False
     """Whether it is about to take over a warm spare, and therefore starts no pods of its own."""
     is_emptied: bool = False

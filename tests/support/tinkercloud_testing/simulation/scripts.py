@@ -65,6 +65,20 @@ async def _start_more_runs_than_slots(world: World, serving: str) -> None:
         world.add_client(Run(f"more-{number}", "bob", "Sim/Model", is_shared=is_shared))
 
 
+async def _lose_memory_for_a_second_run(world: World, serving: str) -> None:
+    """Let the next heads hold one run, although two are placed on the cluster of a pool."""
+    others = []
+    if serving.startswith("pool"):
+        others.append(world.add_client(Run("second", "ada", "Sim/Model", is_shared=True)))
+    for client in others:
+        await _train(world, client, 5)
+    world.nodes.most_models = 1
+    world.server.delete("RayCluster", serving)
+    await asyncio.sleep(600.0)
+    for client in others:
+        await _train(world, client, client.steps + 7)
+
+
 async def _drain_the_cluster(world: World, serving: str) -> None:
     """Ask for the sessions of a pool's cluster to be moved; other sessions ignore it."""
     drained = {"metadata": {"annotations": {labels.DRAIN: "true"}}}
@@ -99,6 +113,7 @@ DISTURBANCES: Mapping[str, Disturbance] = {
         _suspend_the_session_for_a_while,
         _delete_the_secret,
         _start_more_runs_than_slots,
+        _lose_memory_for_a_second_run,
         _drain_the_cluster,
         _kill_the_operator_while_the_head_saves,
         _drain_every_node,

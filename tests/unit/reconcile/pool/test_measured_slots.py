@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ import pytest
 from tinkercloud_crds import labels
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory, head_memory
 from tinkercloud_operator.decide.pool.pool_facts import pool_facts
-from tinkercloud_operator.decide.pool.pool_model import PoolFacts
-from tinkercloud_operator.decide.pool.pool_plan import plan_pool
+from tinkercloud_operator.decide.pool.pool_model import PoolFacts, Refusal
+from tinkercloud_operator.decide.pool.pool_moves import MAX_MOVES
+from tinkercloud_operator.decide.pool.pool_plan import plan_pool, pool_status
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
@@ -93,7 +94,7 @@ def a_full_head(*held: str, room_for_ranks: int) -> HeadMemory:
         held=held,
         rank_bytes=RANK_BYTES,
     )
-    return HeadMemory(len(held) + room_for_ranks // 64, capacity)
+    return HeadMemory(len(held) + room_for_ranks // 64, capacity, held)
 
 
 def test_samplers_take_none_of_the_memory_until_they_have_finished() -> None:
@@ -192,6 +193,119 @@ def test_no_cluster_is_emptied_if_the_memory_of_others_has_no_room_for_all_of_it
 
     assert moves(room_for_ranks=135) == {}
     assert moves(room_for_ranks=136) == {"small": "a", "huge": "a"}
+
+
+def two_on_a_head_of_one(**measured: Any) -> tuple[list[Any], dict[str, HeadMemory]]:
+    """Return a cluster with two runs of rank 8, whose head has one and no room for the other."""
+    sessions = [a_cluster("a"), a_run("one", "a"), a_run("two", "a")]
+    return sessions, {"a": a_full_head("one:train:0", room_for_ranks=7), **measured}
+
+
+def test_a_placed_run_without_room_gets_another_cluster_and_says_why_it_waits() -> None:
+    there, memory = two_on_a_head_of_one()
+
+    plan = plan_pool(facts_of(*there, measured=memory))
+    starting = a_cluster(plan.create[0], is_ready=False)
+    meanwhile = plan_pool(facts_of(*there, starting, measured=memory))
+    at_most = facts_of(*there, measured=memory, maxClusters=1)
+
+    assert (len(plan.create), meanwhile.create) == (1, ())
+    assert (plan.moves.start, meanwhile.moves.start) == ({}, {})
+    [(name, message)] = meanwhile.waiting.items()
+    assert name == "two"
+    assert message == (
+        "the memory of pool cluster a has no room for its adapter of rank 8 (8000 bytes), with 1"
+        " models there; it is moved when another has room: waiting for a cluster of the pool to be"
+        f" ready: {plan.create[0]}"
+    )
+    full = plan_pool(at_most)
+    assert (full.create, full.changes_at) == ((), None)
+    assert "pool.maxClusters is 1" in full.waiting["two"]
+    status = pool_status(at_most)
+    assert status is not None
+    assert status.waiting == 1
+
+
+def test_a_placed_run_without_room_is_moved_to_a_cluster_that_has_some() -> None:
+    there, memory = two_on_a_head_of_one(b=a_full_head("three:train:0", room_for_ranks=8))
+    there += [a_cluster("b"), a_run("three", "b")]
+
+    plan = plan_pool(facts_of(*there, a_run("new"), measured=memory))
+
+    # It gets the room before a new run.
+    assert (plan.moves.start, plan.places) == ({"two": "b"}, {})
+    assert plan.waiting.keys() == {"new"}
+
+
+def test_runs_that_their_head_has_are_not_moved_although_it_has_room_for_no_more() -> None:
+    there = [a_cluster("a"), a_run("one", "a"), a_run("two", "a"), a_cluster("b")]
+    held = ("one:train:0", "two:train:0")
+    memory = {"a": a_full_head(*held, room_for_ranks=0), "b": a_full_head(room_for_ranks=200)}
+
+    plan = plan_pool(facts_of(*there, measured=memory, minClusters=2))
+
+    assert (plan.moves.start, plan.waiting, plan.create) == ({}, {}, ())
+
+
+def test_a_placed_run_stays_if_its_own_head_has_room_again() -> None:
+    there, memory = two_on_a_head_of_one(b=a_full_head(room_for_ranks=200))
+    memory["a"] = a_full_head("one:train:0", room_for_ranks=8)
+
+    plan = plan_pool(facts_of(*there, a_cluster("b"), measured=memory, minClusters=2))
+
+    assert (plan.moves.start, plan.waiting) == ({}, {})
+
+
+def test_a_run_without_room_is_moved_although_its_head_does_not_know_sizes_by_rank() -> None:
+    there, _ = two_on_a_head_of_one()
+    there += [a_cluster("b"), a_run("three", "b")]
+    memory = {
+        "a": HeadMemory(1, held=("one:train:0",)),
+        "b": HeadMemory(2, held=("three:train:0",)),
+    }
+
+    plan = plan_pool(facts_of(*there, measured=memory))
+
+    assert plan.moves.start == {"two": "b"}
+
+
+def test_more_runs_without_room_than_move_at_a_time_start_no_cluster_they_do_not_need() -> None:
+    lacking = [a_run(f"more-{number}", "a") for number in range(MAX_MOVES + 1)]
+    there, memory = two_on_a_head_of_one(b=a_full_head("three:train:0", room_for_ranks=200))
+    there += [*lacking, a_cluster("b"), a_run("three", "b")]
+
+    plan = plan_pool(facts_of(*there, measured=memory))
+
+    assert (len(plan.moves.start), plan.create) == (MAX_MOVES, ())
+    assert len(plan.waiting) == 2
+    assert all("other runs are moved first" in why for why in plan.waiting.values())
+
+
+def test_a_run_without_room_that_its_head_cannot_give_away_says_both() -> None:
+    there, memory = two_on_a_head_of_one(b=a_full_head(room_for_ranks=200))
+    facts = facts_of(*there, a_cluster("b"), measured=memory)
+    refusal = Refusal("the store is full", NOW + timedelta(seconds=60))
+    members = [replace(each, refusal=refusal) for each in facts.members]
+
+    plan = plan_pool(replace(facts, members=members))
+
+    assert (plan.moves.start, plan.create) == ({}, ())
+    assert "has no room" in plan.waiting["two"]
+    assert "the store is full" in plan.waiting["two"]
+
+
+def test_runs_that_fit_nowhere_do_not_delay_the_others_of_a_drained_cluster() -> None:
+    there = [a_cluster("drained", drain="true"), a_cluster("b"), a_run("there", "b")]
+    huge = [a_run(f"huge-{number}", "drained", 128) for number in range(MAX_MOVES)]
+    names = [each["spec"]["modelId"] for each in huge]
+    memory = {
+        "drained": a_full_head(*names, "small:train:0", room_for_ranks=0),
+        "b": a_full_head("there:train:0", room_for_ranks=100),
+    }
+
+    plan = plan_pool(facts_of(*there, *huge, a_run("small", "drained"), measured=memory))
+
+    assert plan.moves.start == {"small": "b"}
 
 
 def test_a_head_that_has_said_nothing_yet_gets_one_run_at_a_time_if_others_say_sizes() -> None:

@@ -281,10 +281,31 @@ class World:
     num_runs: int = 0
     store_is_down: bool = False
     """Whether heads can't write models, and therefore don't give them away."""
+    most_models: int = 9
+    """How many models a head loads; it keeps those that it has."""
 
     def facts(self) -> PoolFacts:
-        clusters, runs = [*self.clusters.values()], [each.member for each in self.runs.values()]
+        clusters = [self.measured(each) for each in self.clusters.values()]
+        runs = [each.member for each in self.runs.values()]
         return PoolFacts("pool", self.pool, clusters, runs, self.now)
+
+    def measured(self, cluster: Cluster) -> Cluster:
+        """Return a cluster with what its head says of its memory."""
+        held = self.held(cluster.name)
+        return replace(
+            cluster,
+            most_sessions=max(self.most_models, len(held)),
+            held=held,
+            is_full=len(held) >= self.most_models,
+            has_reported=True,
+        )
+
+    def held(self, cluster: str) -> frozenset[str]:
+        return frozenset(name for name, run in self.runs.items() if run.live_on == cluster)
+
+    def has_room(self, cluster: str, run: str) -> bool:
+        held = self.held(cluster)
+        return run in held or len(held) < self.most_models
 
     def plan(self) -> PoolPlan:
         return plan_pool(self.facts())
@@ -365,7 +386,8 @@ class World:
                 until = self.now + timedelta(seconds=60)
                 run.member = replace(member, refusal=Refusal("the store is down", until))
             elif did is not None:
-                run.live_on = None if did == "give" else here.name
+                stays = did == "take" and self.has_room(here.name, name)
+                run.live_on = here.name if stays else None
                 run.refused_by = here.name if did == "give" else None
                 has_left = did == "give"
                 run.member = replace(
@@ -374,7 +396,7 @@ class World:
                     is_back=not has_left,
                     refusal=None if has_left else member.refusal,
                 )
-            elif member.moving_to is None:
+            elif member.moving_to is None and self.has_room(here.name, name):
                 run.live_on = here.name
 
     def happen(self, event: str, number: int) -> None:
@@ -390,6 +412,8 @@ class World:
             del self.runs[sorted(self.runs)[number % len(self.runs)]]
         elif event == "time":
             self.now += timedelta(seconds=[10, 100, 1000][number % 3])
+        elif event == "memory":
+            self.most_models = 1 + number % 4
         elif event == "store":
             self.store_is_down = not self.store_is_down
         elif event == "heads":
@@ -416,11 +440,13 @@ class World:
         elif event == "drain":
             self.clusters[name] = replace(cluster, is_draining=True)
         elif event == "kill" or (event == "gone" and not cluster.is_ready):
-            self.lose(name)
+            del self.clusters[name]
+            self.unload(name)
+        elif event == "unload":
+            self.unload(name)
 
-    def lose(self, name: str) -> None:
-        """End a cluster; its runs continue elsewhere from their saved state."""
-        del self.clusters[name]
+    def unload(self, name: str) -> None:
+        """End a head, or suspend its models; its runs continue from their saved state."""
         for run in self.runs.values():
             if run.live_on == name:
                 run.live_on = None
@@ -441,7 +467,7 @@ class World:
 
 
 EVENTS = ("run", "run", "run", "end", "time", "heads", "heads", "ready", "ready", "change", "drain")
-OTHERS = ("gone", "kill", "store", "restart", "operate", "operate", "operate", "crash")
+OTHERS = ("gone", "kill", "store", "memory", "unload", "restart", *["operate"] * 3, "crash")
 some_events = st.lists(
     st.tuples(
         st.sampled_from([*EVENTS, *OTHERS]),
@@ -460,9 +486,9 @@ some_pools = st.builds(
 )
 
 
-@given(some_pools, some_events)
+@given(some_pools, some_events, st.sampled_from([None, None, 1, 2]))
 def test_in_no_history_is_a_run_lost_or_a_slot_taken_twice_and_all_moves_end(
-    pool: Pool, events: list[tuple[str, int]]
+    pool: Pool, events: list[tuple[str, int]], most_models: int | None
 ) -> None:
     world = World(pool)
     for event, number in events:
@@ -471,6 +497,11 @@ def test_in_no_history_is_a_run_lost_or_a_slot_taken_twice_and_all_moves_end(
         else:
             world.happen(event, number)
         world.check()
+    world.settle()
+    if most_models is not None:
+        world.most_models = most_models
+        for name in world.clusters:
+            world.unload(name)
 
     world.settle()
 

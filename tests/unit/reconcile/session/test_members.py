@@ -90,11 +90,11 @@ def test_a_placed_run_shows_that_it_is_not_durable() -> None:
 def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     served = reconcile(a_run(a_cluster()), SETTINGS)
     assert served.status is not None
-    failed = a_run(a_cluster(), pool_message="the store is full", status=served.status)
+    failed = a_run(a_cluster(), move_failure="the store is full", status=served.status)
     plan = reconcile(failed, SETTINGS)
     assert plan.status is not None
     reported = changed(failed, status=plan.status)
-    over = reconcile(changed(reported, pool_message=None), SETTINGS)
+    over = reconcile(changed(reported, move_failure=None), SETTINGS)
 
     kind = ConditionType.QUOTA_RESERVED
     assert condition_of(plan) == ("True", Reason.READY)
@@ -104,6 +104,18 @@ def test_a_placed_run_shows_once_that_it_could_not_be_moved() -> None:
     assert "the store is full" in plan.event.message
     assert reconcile(reported, SETTINGS).event is None
     assert condition_of(over, kind) == ("True", Reason.PLACED)
+
+
+def test_a_placed_run_waits_while_the_memory_of_its_cluster_has_no_room_for_it() -> None:
+    message = "the memory of pool cluster pool-a has no room"
+
+    plan = reconcile(a_run(a_cluster(), pool_message=message), SETTINGS)
+
+    assert condition_of(plan) == ("False", Reason.POOL_FULL)
+    assert condition_of(plan, ConditionType.QUOTA_RESERVED) == ("True", Reason.PLACED)
+    assert plan.status is not None
+    assert (plan.status.phase, plan.status.message) == ("Queued", message)
+    assert plan.status.endpoint is None
 
 
 def test_a_placed_run_is_as_ready_as_its_cluster() -> None:

@@ -188,14 +188,19 @@ def readiness(
 def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> Readiness:
     """Return the readiness of a session that a pool cluster serves: that of the cluster.
 
-    The session does not end with its cluster: the operator gives it a place on another one. Of a
-    cluster that others share, it has the reason alone: the message may name their runs.
+    It waits if the cluster has no room for it. It does not end with its cluster: the operator gives
+    it a place on another one. Of a cluster that others share, it has the reason alone: the message
+    may name their runs.
     """
     if session.moving_to is not None:
         way = f"is being moved from pool cluster {cluster.name} to {session.moving_to}"
         if session.moving_to == cluster.name:
             way = f"returns to pool cluster {cluster.name}"
         return Pending("active", _describe(session, f" {way}", ""))
+    ready = _current(session, ConditionType.READY)
+    if ready is not None and ready.reason == Reason.POOL_FULL:
+        # The head serves others, and has no room for this one.
+        return Pending("paused_capacity", _describe(session, f": {ready.reason}", ready.message))
     state = readiness(cluster if session.spec.sharing == "Dedicated" else _without_words(cluster))
     if isinstance(state, Ready):
         return state

@@ -48,6 +48,13 @@ class HeadMemory:
     it has had no model yet."""
     capacity: HeadCapacity | None = None
     """What it says of models of other sizes; None if it does not know the size of an adapter."""
+    held: tuple[str, ...] = ()
+    """Ids of its models."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has no room for one more model of the size of the largest."""
+        return self.most_models is not None and 0 < self.most_models <= len(self.held)
 
 
 def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | None:
@@ -63,6 +70,7 @@ def head_memory(status: HeadStatus, before: HeadMemory | None) -> HeadMemory | N
     # The status may count a model that is being created, which the capacity does not know yet.
     known = capacity if capacity.rank_bytes is not None else None
     if capacity.more_models is not None:
-        return HeadMemory(len(capacity.held) + capacity.more_models, known)
+        return HeadMemory(len(capacity.held) + capacity.more_models, known, capacity.held)
     most = before.most_models if before is not None else None
-    return HeadMemory(most, known) if (most, known) != (None, None) else None
+    has_said = (most, known) != (None, None)
+    return HeadMemory(most, known, capacity.held) if has_said else None

@@ -22,7 +22,6 @@ from tinkercloud_operator.decide.read.session_facts import age, condition, is_li
 from tinkercloud_operator.decide.session.lifetime import ACTIVITY_DELAY
 from tinkercloud_operator.spec.pool_slots import pool_of
 from tinkercloud_operator.spec.snapshot import FailedSave
-from tinkercloud_protocol.heads.capacity import HeadCapacity
 
 _FIRST_PAUSE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 900.0
@@ -123,25 +122,25 @@ def _with_memory(
         memory = known[cluster.name]
         capacity = memory.capacity if memory is not None else None
         most = memory.most_models if memory is not None else None
+        held = frozenset(memory.held if memory is not None else ())
         if most is None:
             most = least
         found.append(
             replace(
                 cluster,
                 has_reported=memory is not None,
+                held=held,
+                is_full=memory is not None and memory.is_full,
                 most_sessions=None if most is None else most + samplers[cluster.name],
                 capacity=capacity,
-                pending=_pending(cluster.name, members, capacity),
+                pending=_pending(cluster.name, members, held),
             )
         )
     return found
 
 
-def _pending(
-    cluster: str, members: Sequence[Member], capacity: HeadCapacity | None
-) -> Mapping[str, int]:
+def _pending(cluster: str, members: Sequence[Member], held: Set[str]) -> Mapping[str, int]:
     """Return the ranks of the runs of a cluster that its head did not hold when it measured."""
-    held = frozenset(capacity.held if capacity is not None else ())
     return {
         each.name: each.rank
         for each in members

@@ -42,8 +42,12 @@ class Cluster:
     """What its head says of models of any size; None if that is unknown."""
     has_reported: bool = False
     """Whether its head has said anything of its memory."""
+    held: frozenset[str] = frozenset()
+    """Ids of the runs whose models its head has, by its last answer."""
+    is_full: bool = False
+    """Whether its head says that one more model of the size of the largest has no room."""
     pending: Mapping[str, int] = field(default_factory=dict)
-    """Ranks of the runs that are placed here and not yet in `capacity`, by name of the run."""
+    """Ranks of the runs that are placed here and not in `held`, by name of the run."""
     endpoint: str | None = None
     """URL of its head."""
     incarnation: str | None = None
@@ -178,6 +182,20 @@ class PoolFacts:
             if member.waits_since is not None and member.cluster in self.ending
         ]
 
+    def without_room(self) -> list[Member]:
+        """Return the members whose cluster has no room for their model, which is not there.
+
+        They had room when they were placed, or nothing was known of it. Those that are being moved
+        are not among them.
+        """
+        clusters = {each.name: each for each in self.clusters}
+        return [
+            member
+            for member in self.members
+            if member.waits_since is not None and member.moving_to is None
+            if member.cluster in clusters and _lacks_room(clusters[member.cluster], member)
+        ]
+
     def slots_of_next(self) -> int:
         """Return the slots that another cluster will have, as far as others have measured them."""
         known = [self.slots_of(each) for each in self.clusters if each.most_sessions is not None]
@@ -215,6 +233,25 @@ class PoolFacts:
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
         """Return the number of free slots of clusters, including those that are starting."""
         return sum(max(0, self.slots_of(each) - load.get(each.name, 0)) for each in clusters)
+
+
+def _lacks_room(cluster: Cluster, member: Member) -> bool:
+    """Return whether a head can't load the model of a run that is placed on its cluster.
+
+    Others that it does not have either do not count: the first one to be loaded gets the room.
+    """
+    if not (cluster.is_ready and cluster.is_usable and cluster.held and member.model_id):
+        return False
+    if member.model_id in cluster.held:
+        return False
+    if cluster.capacity is None or not member.rank:
+        return cluster.is_full
+    return cluster.capacity.more_of(size_of(member, cluster.capacity)) == 0
+
+
+def size_of(member: Member, capacity: HeadCapacity) -> int:
+    """Return the bytes of a run's adapter, with its gradient and moments, in a head's memory."""
+    return member.rank * (capacity.rank_bytes or 1)
 
 
 def _has_room(cluster: Cluster, capacity: HeadCapacity, member: Member) -> bool:

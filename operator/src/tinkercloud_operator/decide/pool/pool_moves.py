@@ -12,13 +12,15 @@ If a head can't give a model away, for example because the checkpoint store is d
 removed, so that the run continues where it is, and the move starts again after a pause.
 
 Sessions are moved from clusters that are drained, outdated or on cordoned nodes, and from an almost
-empty cluster if the others have enough room for its sessions (*defragmentation*).
+empty cluster if the others have enough room for its sessions (*defragmentation*). Before all of
+them, and before new sessions get places, those are moved whose model has no room where they are.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import islice
 
 from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
 
@@ -53,12 +55,35 @@ class Moves:
     """When the moves may change although no object does."""
 
 
-def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Moves:
+def room_elsewhere(facts: PoolFacts, load: Counter[str]) -> tuple[Mapping[str, str], PoolFacts]:
+    """Find clusters for the members that their own has no room for.
+
+    Args:
+        facts: the facts about a pool.
+        load: taken slots by cluster, to which those of the members are added.
+
+    Returns:
+        The clusters by name of the member, and the facts once the members have slots there.
+    """
+    found: dict[str, str] = {}
+    for member in facts.without_room():
+        target = None if _is_refused(member, facts.now) else _target(facts, member, load)
+        if target is not None:
+            found[member.name] = target
+            facts = facts.with_placed(member, target)
+            load[target] += 1
+    return found, facts
+
+
+def plan_moves(
+    facts: PoolFacts, load: Counter[str], rooms: Mapping[str, str], *, has_waiting: bool
+) -> Moves:
     """Return what to do about the moves of a pool.
 
     Args:
         facts: the facts about it.
         load: taken slots by cluster, to which those of new targets are added.
+        rooms: the clusters that `room_elsewhere` has found.
         has_waiting: whether members wait for a place.
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
@@ -67,20 +92,14 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     leaving = [each for each in moving if each not in cancel]
     stranded = [each for each in leaving if not _has_target(each, clusters)]
     room = max(0, MAX_MOVES - len(leaving))
-    wanted = _to_move(facts, load, has_waiting=has_waiting)
-    held = [each for each in wanted if _is_refused(each, facts.now)]
-    movable = [each for each in wanted if each not in held]
-    start: dict[str, str] = {}
-    unfit: set[str] = set()
-    for member in (*stranded, *movable[:room]):
-        target = _target(facts, member, load)
-        if target is None:
-            unfit.add(member.name)
-        else:
-            start[member.name] = target
-            facts = facts.with_placed(member, target)
-            load[target] += 1
-            _release(member, clusters, load)
+    lacking = facts.without_room()
+    others = [
+        each for each in _to_move(facts, load, has_waiting=has_waiting) if each not in lacking
+    ]
+    held = [each for each in (*lacking, *others) if _is_refused(each, facts.now)]
+    movable = [each for each in others if each not in held]
+    found = dict(islice(rooms.items(), room))
+    start, unfit = _targets(facts, (*stranded, *movable), load, room - len(found))
     returning = [each for each in stranded if each.name not in start and _serves(each, clusters)]
     for member in (*cancel, *returning):
         _release(member, clusters, load)
@@ -95,7 +114,7 @@ def plan_moves(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> Mo
     ask = tuple(each.name for each in ready if not each.has_left)
     take_back = tuple(each.name for each in returning if _is_returning(each))
     return Moves(
-        start={**start, **back},
+        start={**found, **start, **back},
         cancel=tuple(each.name for each in cancel),
         ask=ask,
         take_back=take_back,
@@ -204,6 +223,36 @@ def _movable(facts: PoolFacts, source: Cluster) -> list[Member]:
         for each in facts.members
         if each.cluster == source.name and each.waits_since is not None and each.moving_to is None
     ]
+
+
+def _targets(
+    facts: PoolFacts, members: Iterable[Member], load: Counter[str], room: int
+) -> tuple[dict[str, str], set[str]]:
+    """Return the clusters to move members to, and the names of those that fit none of them.
+
+    Args:
+        facts: the facts about the pool.
+        members: the members; those that have lost their target are first.
+        load: taken slots by cluster, to which those of the targets are added.
+        room: how many members without a target before may get one now.
+    """
+    clusters = {cluster.name: cluster for cluster in facts.clusters}
+    start: dict[str, str] = {}
+    unfit: set[str] = set()
+    for member in members:
+        is_new = member.moving_to is None
+        if is_new and room == 0:
+            break
+        target = _target(facts, member, load)
+        if target is None:
+            unfit.add(member.name)
+            continue
+        start[member.name] = target
+        facts = facts.with_placed(member, target)
+        load[target] += 1
+        _release(member, clusters, load)
+        room -= is_new
+    return start, unfit
 
 
 def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:

@@ -11,8 +11,8 @@ from datetime import datetime, timedelta
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
-from tinkercloud_operator.decide.pool.pool_moves import Moves, plan_moves
+from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts, size_of
+from tinkercloud_operator.decide.pool.pool_moves import Moves, plan_moves, room_elsewhere
 from tinkercloud_operator.decide.tenancy.turns import in_turn
 
 
@@ -28,8 +28,7 @@ class PoolPlan:
     places: Mapping[str, str]
     """Clusters of members that get a place now, by name of the member."""
     waiting: Mapping[str, str]
-    """Why each of the members without a place waits, and why others are not moved for now, by
-    name."""
+    """Why each of the members waits that have no place, or no room where they are, by name."""
     moves: Moves
     """Members that are to be moved to other clusters."""
     changes_at: datetime | None
@@ -39,6 +38,8 @@ class PoolPlan:
 def plan_pool(facts: PoolFacts) -> PoolPlan:
     """Return what a pool needs now. Executing it and planning again gives an empty plan."""
     load = facts.load()
+    lacking = facts.without_room()
+    rooms, facts = room_elsewhere(facts, load)
     places: dict[str, str] = {}
     waiting: list[Member] = []
     owners = {(member.cluster, member.owner) for member in facts.members}
@@ -53,25 +54,31 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         load[chosen] += 1
         facts = facts.with_placed(member, chosen)
         owners.add((chosen, member.owner))
-    moves = plan_moves(facts, load, has_waiting=bool(waiting))
+    moves = plan_moves(facts, load, rooms, has_waiting=bool(waiting or lacking))
     # Those whose old head has not ended need a place when it has.
     later = _to_move_on(facts, places) + len(facts.waiting_for_heads())
     moves = replace(moves, homeless=moves.homeless + later)
-    unneeded = _surplus_clusters(facts, waiting, load, moves.homeless) or _outdated_cluster(
+    # Those that their head can't give away now need no other cluster yet.
+    short = [*waiting, *(each for each in lacking if each.name not in {*rooms, *moves.held})]
+    unneeded = _surplus_clusters(facts, short, load, moves.homeless) or _outdated_cluster(
         facts, load
     )
     delete = tuple(
         dict.fromkeys((*_failed_clusters(facts), *_drained_clusters(facts, load), *unneeded))
     )
-    create = _new_clusters(facts, waiting, load, delete, moves)
+    create = _new_clusters(facts, short, load, delete, moves)
     why = _why_waiting(facts, create, load)
     return PoolPlan(
         create=create,
         delete=delete,
         places=places,
-        waiting={**moves.held, **{member.name: why for member in waiting}, **_why_ending(facts)},
+        waiting={
+            **_why_without_room(facts, lacking, rooms, moves, why),
+            **{member.name: why for member in waiting},
+            **_why_ending(facts),
+        },
         moves=moves,
-        changes_at=_changes_at(facts, waiting, load, moves),
+        changes_at=_changes_at(facts, short, load, moves),
     )
 
 
@@ -88,7 +95,7 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
         ready=ready,
         models=models,
         slots=slots,
-        waiting=len(facts.unplaced()),
+        waiting=len(facts.unplaced()) + len(facts.without_room()),
         cluster_summary=f"{ready}/{len(facts.clusters)}",
         slot_summary=f"{models}/{slots}",
     )
@@ -285,6 +292,34 @@ def _why_ending(facts: PoolFacts) -> dict[str, str]:
         )
         for member in facts.waiting_for_heads()
     }
+
+
+def _why_without_room(
+    facts: PoolFacts,
+    lacking: Iterable[Member],
+    rooms: Mapping[str, str],
+    moves: Moves,
+    why_waiting: str,
+) -> dict[str, str]:
+    """Return the messages of members without room on their cluster, unless they are moved now.
+
+    Others share the cluster, so the messages have only numbers of it.
+    """
+    clusters = {each.name: each for each in facts.clusters}
+    found = {}
+    for member in lacking:
+        cluster = clusters[member.cluster or ""]
+        takes = ""
+        if cluster.capacity is not None and member.rank:
+            size = size_of(member, cluster.capacity)
+            takes = f" of rank {member.rank} ({size} bytes)"
+        is_next = member.name in rooms
+        why = "other runs are moved first" if is_next else moves.held.get(member.name, why_waiting)
+        found[member.name] = (
+            f"the memory of pool cluster {cluster.name} has no room for its adapter{takes}, with"
+            f" {len(cluster.held)} models there; it is moved when another has room: {why}"
+        )
+    return {name: message for name, message in found.items() if name not in moves.start}
 
 
 def _why_waiting(facts: PoolFacts, create: Iterable[str], load: Counter[str]) -> str:

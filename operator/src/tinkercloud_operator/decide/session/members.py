@@ -193,9 +193,16 @@ def _later_steps(observed: Observed, decision: Decision | None) -> Iterable[Step
     else:
         place = f"served by pool cluster {cluster.name}"
         reason = Reason.PLACED
-        if observed.pool.message is not None:
-            place, reason = f"{place}; {observed.pool.message}", Reason.MOVE_FAILED
+        if observed.pool.move_failure is not None:
+            place, reason = f"{place}; {observed.pool.move_failure}", Reason.MOVE_FAILED
         yield StepStatus(is_reached=True, reason=reason, message=place)
+        if observed.pool.message is not None:
+            # The head has no room for the run, although it serves others.
+            waits = StepStatus(
+                is_reached=False, reason=Reason.POOL_FULL, message=observed.pool.message
+            )
+            yield from [waits] * 3
+            return
         has_others = spec.sharing == "Shared"
         yield from (
             _step_of_cluster(cluster, kind, has_others=has_others) for kind in SESSION_STEPS[2:]

@@ -78,11 +78,17 @@ class Pools:
         self._cordoned: frozenset[str] = frozenset()
         """Cordoned nodes."""
         self._waiting: dict[str, str] = {}
-        """Why each session without a place waits, and why others are not moved, by name."""
+        """Why each session without a place, or without room there, waits, by name."""
+        self._held: dict[str, str] = {}
+        """Why sessions that are to be moved stay for now, by name."""
 
     def waiting_message(self, session: str) -> str | None:
-        """Return why a session waits for a place, or is not moved for now, if it does."""
+        """Return why a session waits for a place, or for room where it is, if it does."""
         return self._waiting.get(session)
+
+    def move_failure(self, session: str) -> str | None:
+        """Return why a session is not moved for now, if it is to be moved."""
+        return self._held.get(session)
 
     def facts(self, model_name: str) -> PoolFacts:
         """Return the facts about the pool of a model name."""
@@ -161,7 +167,8 @@ class Pools:
             return
         if is_gone:
             self._deleting.discard(manifest["metadata"]["uid"])
-            self._waiting.pop(manifest["metadata"]["name"], None)
+            for messages in (self._waiting, self._held):
+                messages.pop(manifest["metadata"]["name"], None)
         if is_cluster(manifest):
             self._note_cluster(manifest, is_gone=is_gone)
         for model_name in self._spares.note(manifest, is_gone=is_gone):
@@ -228,7 +235,8 @@ class Pools:
         facts = await self._measured_facts(model_name)
         plan = plan_pool(facts)
         self._ask_again(model_name, facts, plan)
-        self._record_waiting(facts, plan.waiting)
+        self._record(facts, self._waiting, plan.waiting)
+        self._record(facts, self._held, plan.moves.held)
         self._ask_heads(facts, GiveAway, plan.moves.ask)
         self._ask_heads(facts, TakeBack, plan.moves.take_back)
         placed = {**plan.places, **plan.moves.arrive}
@@ -261,10 +269,12 @@ class Pools:
     async def _measured_facts(self, model_name: str) -> PoolFacts:
         """Return the facts, with the memory of heads as it is now if a session waits for a place.
 
-        The same holds if sessions may be moved between clusters.
+        The same holds if sessions may be moved between clusters, or if a head does not have all
+        that are placed on it: it may have no room for them.
         """
         facts = self.facts(model_name)
-        if facts.pool is None or not (facts.unplaced() or len(facts.clusters) > 1):
+        is_settled = len(facts.clusters) <= 1 and not any(each.pending for each in facts.clusters)
+        if facts.pool is None or (is_settled and not facts.unplaced()):
             return facts
         await self._memory.ask(facts.clusters, lambda: self._queue.add(model_name))
         return self.facts(model_name)
@@ -275,13 +285,13 @@ class Pools:
         if is_short and any(cluster.is_limited for cluster in facts.clusters):
             self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
 
-    def _record_waiting(self, facts: PoolFacts, waiting: Mapping[str, str]) -> None:
+    def _record(self, facts: PoolFacts, known: dict[str, str], new: Mapping[str, str]) -> None:
         for member in facts.members:
-            before, message = self._waiting.get(member.name), waiting.get(member.name)
+            before, message = known.get(member.name), new.get(member.name)
             if message is None:
-                self._waiting.pop(member.name, None)
+                known.pop(member.name, None)
             else:
-                self._waiting[member.name] = message
+                known[member.name] = message
             if message != before:
                 self._enqueue(member.name)
 
