@@ -25,6 +25,8 @@ _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
 _CONTINUABLE = {"live", "suspended", "on disk", "dedicated"}
 """States of runs whose next request continues them."""
+_GONE = {"lost": "is lost", "ended": "has ended"}
+"""States of runs of which only checkpoints remain."""
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: SESSION:train:N.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
@@ -192,12 +194,12 @@ def attach_run(
         _say_wait("continuing", found)
         typer.echo(_attached(run, api_key, base_url))
         return
-    if found["state"] in {"waiting", "unknown"}:
+    if found["state"] not in _GONE:
         fail(f"training run {run} can't be continued now: {found['reason']}")
     if not found["checkpoints"]:
         fail(f"training run {run} has no checkpoint to continue from ({found['reason']})")
     newest = found["checkpoints"][0]
-    typer.echo(f"# Run {run}: {found['state']}, {found['reason']}.")
+    typer.echo(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
     step = newest["step"]
     typer.echo(_RESTORING.format(path=newest["tinker_path"], step=step, following=step + 1))
 

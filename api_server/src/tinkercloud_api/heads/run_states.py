@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkercloud_api.catalog.schema.tables import TrainingRun
-from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.known_runs import placement_of
-from tinkercloud_api.heads.lost_runs import why_deleted
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_protocol.heads.journal_files import has_journal
@@ -38,7 +36,6 @@ class Whereabouts:
 class RunStates:
     """Finds the models of runs."""
 
-    catalog: Catalog
     locator: HeadLocator
     checkpoints: Checkpoints
     provider: SessionProvider
@@ -60,7 +57,7 @@ class RunStates:
         self, row: TrainingRun, held: HeldModel | None, *, is_dedicated: bool
     ) -> Whereabouts:
         if row.deleted_at is not None:
-            return Whereabouts("ended", await why_deleted(self.catalog, row.id))
+            return Whereabouts("ended")
         if held is not None:
             return Whereabouts(
                 "suspended" if held.is_suspended else "live",

@@ -214,7 +214,7 @@ async def running_context(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
-        run_states=RunStates(catalog, locator, checkpoints, provider, shared_heads),
+        run_states=RunStates(locator, checkpoints, provider, shared_heads),
         run_control=RunControl(
             HeadCalls(provider, client),
             locator,

@@ -156,7 +156,7 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         base_model=row.base_model,
         lora_rank=lora.rank if lora is not None else None,
         state=place.state,
-        reason=place.reason,
+        reason=_why_ended(session) if place.state == "ended" else place.reason,
         step=place.step,
         unsaved_steps=held.unsaved_steps if held is not None else 0,
         tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,
@@ -168,6 +168,13 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         last_seen_at=max(row.last_request_at, session.last_heartbeat_at),
         is_connected=session.finished_at is None and session.last_heartbeat_at >= moment - LIVE,
     )
+
+
+def _why_ended(session: Session) -> str:
+    if session.finished_at is None:
+        return "its model was deleted"
+    detail = f", {session.finish_detail}" if session.finish_detail else ""
+    return f"its session was ended ({session.finish_reason}{detail})"
 
 
 def _checkpoint(manifest: CheckpointManifest) -> RunCheckpoint:
