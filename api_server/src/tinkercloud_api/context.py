@@ -19,13 +19,12 @@ from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
-from tinkercloud_api.heads.run_states import RunStates
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
-from tinkercloud_api.runs.run_control import RunControl
+from tinkercloud_api.runs.run_control import Runs
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
@@ -49,8 +48,7 @@ class Context:
     downloads: Downloads
     locator: HeadLocator
     training_runs: TrainingRuns
-    run_states: RunStates
-    run_control: RunControl
+    runs: Runs
     proxy: Proxy
     activity: Activity
     shared_heads: SharedHeads

@@ -44,7 +44,6 @@ from tinkercloud_api.config.settings import KEY_PREFIX, Settings
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries
-from tinkercloud_api.heads.head_calls import HeadCalls
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.heads.run_admission import RunAdmission
@@ -84,7 +83,7 @@ from tinkercloud_api.routes.sessions import (
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
-from tinkercloud_api.runs.run_control import RunControl
+from tinkercloud_api.runs.run_control import Runs
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
@@ -191,7 +190,7 @@ async def running_context(
     """
     engine, catalog = await _open_catalog(settings)
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
-    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
+    store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
@@ -200,10 +199,7 @@ async def running_context(
     programs = _programs(
         settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
-    proxy, shared_heads = (
-        Proxy(client),
-        _shared_heads(settings, catalog, provider, activity, client),
-    )
+    shared_heads = _shared_heads(settings, catalog, provider, activity, client)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
@@ -214,15 +210,7 @@ async def running_context(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
-        run_states=RunStates(locator, checkpoints, provider, shared_heads),
-        run_control=RunControl(
-            HeadCalls(provider, client),
-            locator,
-            checkpoints,
-            training_runs,
-            shared_heads,
-            settings.max_checkpoint_bytes_per_owner,
-        ),
+        runs=Runs(RunStates(locator, checkpoints, provider, shared_heads), training_runs),
         proxy=proxy,
         deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
         activity=activity,
@@ -245,9 +233,8 @@ async def running_context(
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
-    server = assembly.Server(context, admission, started_at=now())
     try:
-        async with assembly.running(server):
+        async with assembly.running(assembly.Server(context, admission, started_at=now())):
             yield context
     finally:
         await client.close()

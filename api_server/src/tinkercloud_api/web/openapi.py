@@ -126,6 +126,7 @@ _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/a
 """Calls with a body that refers to no object, so that they never return 404."""
 _GONE = {
     "/api/v1/session_heartbeat",
+    *(f"/api/v1/runs/{{run_id}}/{action}" for action in ("save", "stop")),
     routes.ASAMPLE,
     routes.SAMPLE,
     routes.FORWARD,

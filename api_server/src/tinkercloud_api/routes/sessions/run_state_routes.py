@@ -82,7 +82,9 @@ async def save_run(
 ) -> RunSaved:
     """Save a checkpoint of a run's state after its last optim_step; the body may be absent."""
     await _authorize(run_id, server, caller)
-    saved = await server.run_control.save(run_id, await _head_of(run_id, server), request.name)
+    limit = server.settings.max_checkpoint_bytes_per_owner
+    endpoint = await _head_of(run_id, server)
+    saved = await server.runs.save(run_id, endpoint, request.name, limit)
     return RunSaved(tinker_path=saved.tinker_path, step=saved.step)
 
 
@@ -96,9 +98,9 @@ async def stop_run(
     """Save a run and delete its model, or suspend it; the body may be absent."""
     await _authorize(run_id, server, caller)
     if request.suspend:
-        await server.run_control.suspend(run_id, await _head_of(run_id, server))
+        await server.runs.suspend(run_id, await _head_of(run_id, server))
         return RunStopped(state="suspended")
-    path = await server.run_control.end(run_id, await _last_head_of(run_id, server))
+    path = await server.runs.end(run_id, await _last_head_of(run_id, server))
     return RunStopped(state="ended", tinker_path=path)
 
 
@@ -139,7 +141,7 @@ def _visible(caller: Principal, owner: str | None, access_scope: str) -> Visibil
 async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
     found = await server.catalog.sessions_named([row.session_id for row in rows])
     sessions, moment = {session.id: session for session in found}, now()
-    places = await server.run_states.of(rows)
+    places = await server.runs.states.of(rows)
     return [
         _info(row, sessions[row.session_id], place, moment)
         for row, place in zip(rows, places, strict=True)

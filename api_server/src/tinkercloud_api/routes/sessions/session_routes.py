@@ -134,7 +134,7 @@ async def finish(
     session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
     if request.reason.type != "success" and session.finished_at is None:
         runs = await server.catalog.runs_of_session(session_id)
-        await server.run_control.save_interrupted(runs, now())
+        await server.runs.save_interrupted(runs, now())
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
     await server.custom_losses.delete(session_id)
     return {}
