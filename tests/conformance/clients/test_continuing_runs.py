@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from tinkercloud_api.commands import run_commands
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import API_KEY, NOT_DURABLE, Server, a_server
 from tinkercloud_testing.waiting import wait_until
@@ -90,23 +93,15 @@ def a_client(server: Server, code: str = PLAIN, key: str = API_KEY) -> Iterator[
         client.process.communicate()
 
 
-def runs(
-    server: Server, *arguments: str, key: str = API_KEY, answer: str = ""
-) -> subprocess.CompletedProcess[str]:
+def runs(server: Server, *arguments: str, key: str = API_KEY, answer: str = "") -> Result:
     """Run `tinkercloud runs` as a user, who answers a question with a text."""
-    return subprocess.run(
-        [sys.executable, "-m", "tinkercloud_api", "runs", *arguments],
-        env=environment(server, key),
-        input=answer,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    variables = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": key}
+    return CliRunner().invoke(run_commands.app, arguments, input=answer, env=variables)
 
 
 def printed(server: Server, *arguments: str, key: str = API_KEY) -> str:
     result = runs(server, *arguments, key=key)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     return result.stdout
 
 
@@ -250,7 +245,7 @@ def test_a_run_is_listed_with_its_owner_step_rate_and_last_sign_of_life(server: 
     for text in (client.run, "runner", "nightly", MODEL, "live", "idle", " s ago"):
         assert text in table
     assert [each["run_id"] for each in mine] == [client.run]
-    assert others.returncode == 1
+    assert others.exit_code == 1
     assert "runs of 'bootstrap' do not exist" in others.stderr
 
 
@@ -272,7 +267,7 @@ def test_saving_a_run_disturbs_no_client_and_its_checkpoint_continues_it(
     assert continued(server, named) == continued(server, numbered) == expected[1]
     assert "before-the-change" in again.stderr
     assert "reserved for automatic checkpoints" in reserved.stderr
-    assert (again.returncode, reserved.returncode) == (1, 1)
+    assert (again.exit_code, reserved.exit_code) == (1, 1)
 
 
 def test_a_run_is_stopped_after_a_question_and_continues_from_what_was_saved(
@@ -285,7 +280,7 @@ def test_a_run_is_stopped_after_a_question_and_continues_from_what_was_saved(
         stopped = printed(server, "stop", client.run, "--yes").strip()
         assert client.step() is None
 
-    assert refused.returncode == 1
+    assert refused.exit_code == 1
     assert re.search(rf"End run {client.run} \(nightly\) of \S+, step 1, last seen", refused.stderr)
     assert stopped == f"tinker://{client.run}/weights/last-step-000001"
     after = shown(server, client.run)
@@ -322,7 +317,7 @@ def test_a_run_of_another_owner_does_not_exist_and_saves_and_stops_are_audited(
     with a_client(server) as client:
         for call in CALLS.values():
             refused = runs(server, *call(client.run), key=stranger)
-            assert refused.returncode == 1
+            assert refused.exit_code == 1
             assert "404: training run" in refused.stderr
         for action in ("save", "stop"):
             path = f"/api/v1/runs/{client.run}/{action}"

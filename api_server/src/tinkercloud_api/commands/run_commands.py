@@ -240,9 +240,10 @@ def _described(run: dict[str, Any]) -> str:
 
 def _say_wait(what: str, run: dict[str, Any]) -> None:
     """Say what the command waits for: a large model takes minutes."""
-    size = run["memory_bytes"]
-    amount = f"{size / 1e6:.1f} MB" if size else "its saved state"
-    typer.echo(f"{what} the model of {run['base_model']} ({run['state']}, {amount}) ...", err=True)
+    if run["state"] in _CONTINUABLE:
+        size = run["memory_bytes"]
+        place = f"{run['state']}, {size / 1e6:.1f} MB" if size else run["state"]
+        typer.echo(f"{what} a model of {run['base_model']} ({place}) ...", err=True)
 
 
 def _confirm(action: str, *, skipped: bool) -> None:
