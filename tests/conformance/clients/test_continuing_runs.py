@@ -39,7 +39,7 @@ PLAIN = f"{START}service_client = tinker.ServiceClient(display_name='nightly'){T
 CLOSING = f"{START}with tinker.ServiceClient(display_name='nightly') as service_client:" + (
     TRAINING.replace("\n", "\n    ")
 )
-GOING_ON = f"""
+FURTHER_STEPS = f"""
 from tinkercloud_testing.sdk_steps import step
 print("losses", *[step(training_client) for _ in range({STEPS})])
 """
@@ -114,7 +114,7 @@ def shown(server: Server, run: str, key: str = API_KEY) -> dict[str, Any]:
 def losses_of(server: Server, lines: str) -> list[float]:
     """Run printed lines in a new process; return the losses of the next steps."""
     result = subprocess.run(
-        [sys.executable, "-c", lines + GOING_ON],
+        [sys.executable, "-c", lines + FURTHER_STEPS],
         env=environment(server),
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(120)
 NAME = str(MODEL)
 
 
-async def test_a_model_is_saved_in_the_state_after_its_last_step_while_its_client_goes_on(
+async def test_a_model_is_saved_in_the_state_after_its_last_step_while_its_client_trains(
     tmp_path: Path,
 ) -> None:
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g0") as head:

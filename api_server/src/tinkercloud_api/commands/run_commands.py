@@ -152,7 +152,7 @@ def save_run(
         typer.Option(help="Name of the checkpoint. Default: saved-step- and the step."),
     ] = None,
 ) -> None:
-    """Save a checkpoint of a run, whose client goes on meanwhile, and print its path."""
+    """Save a checkpoint of a run while its client trains, and print its path."""
     _say_wait("saving", _details(run, api_key, base_url))
     body = {"name": name} if name is not None else {}
     typer.echo(request("POST", base_url, api_key, f"{_path(run)}/save", body)["tinker_path"])

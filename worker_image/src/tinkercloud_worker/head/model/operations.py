@@ -298,7 +298,7 @@ class Operations:
         return written.tinker_path
 
     async def save_state(self, name: str | None) -> CheckpointManifest:
-        """Write a training checkpoint with the state of `save_last`, beside the others.
+        """Write a training checkpoint with the state of `save_last`, in addition to others.
 
         Args:
             name: its name; None means one with the number of the step, which replaces the same one.
