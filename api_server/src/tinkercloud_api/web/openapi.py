@@ -112,6 +112,7 @@ _WITHOUT_KEY = (
 )
 """Starts of paths of calls without a key, and their statuses."""
 _WITH_QUERY = {
+    "/api/v1/runs",
     "/api/v1/training_runs",
     "/api/v1/billing/usage/checkpoints/current",
     "/api/v1/get_tokenizer",
