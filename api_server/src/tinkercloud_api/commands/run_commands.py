@@ -78,7 +78,9 @@ def list_runs(
 ) -> None:
     """List runs: the last used first, and those that have ended last."""
     scope = "accessible" if everybody else "owned"
-    query = {"limit": limit, "access_scope": scope, **({"owner": owner} if owner else {})}
+    query = {"limit": str(limit), "access_scope": scope}
+    if owner is not None:
+        query["owner"] = owner
     while True:
         answer = request("GET", base_url, api_key, f"runs?{urlencode(query)}")
         found: list[dict[str, Any]] = answer["runs"]

@@ -111,7 +111,7 @@ class LiveModel:
             return "idle", None
         state, reason = self.queue.why_waiting(sequencer.free_seq_id - 1)
         if state == "paused_rate_limit":
-            return state, reason
+            return "paused_rate_limit", reason
         if not sequencer.is_stuck:
             reason = self.operations.why_waiting()
         return ("running" if reason is None else "waiting"), reason
