@@ -80,12 +80,11 @@ class SuspendedModels:
 
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
-        names = self._models.names(ModelPlace.STORE)
-        suspended = [
-            HeldModel(model_id=name, is_suspended=True, step=stored.manifest.step)
-            for name in names
-            if (stored := self._models.stored(name)) is not None
-        ]
+        suspended = []
+        for name in self._models.names(ModelPlace.STORE):
+            stored = self._models.stored(name)
+            step = stored.manifest.step if stored is not None else None
+            suspended.append(HeldModel(model_id=name, is_suspended=True, step=step))
         return [self._describe(model) for model in self._models.in_memory.values()] + suspended
 
     def _describe(self, model: LiveModel) -> HeldModel:
