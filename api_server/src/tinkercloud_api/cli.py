@@ -28,6 +28,7 @@ from tinkercloud_api.commands import (
     drain_command,
     program_commands,
     project_commands,
+    run_commands,
     usage_commands,
     user_commands,
 )
@@ -64,6 +65,7 @@ app.add_typer(catalog_commands.app, name="catalog")
 app.add_typer(backup_commands.app, name="backup")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(run_commands.app, name="runs")
 app.add_typer(program_commands.app, name="programs")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(user_commands.app, name="users")
@@ -302,16 +304,29 @@ def list_sessions(
     if as_json:
         typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
         return
-    columns = ["session", "owner", "state", "last heartbeat", "models", "memory"]
+    columns = [
+        *("session", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
+        *("age", "last heartbeat", "models", "memory"),
+    ]
     show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
     kept = [model["state"] for model in session["models"] if model["state"] != "deleted"]
     counts = [f"{kept.count(state)} {state}" for state in dict.fromkeys(kept)]
+    models = session["models"]
+    steps = [str(model["step"]) for model in models if model["step"] is not None]
+    waits = dict.fromkeys(model["queue_state"] for model in models)
     return {
         "session": session["session_id"],
         "owner": session["owner"],
+        "project": session["project_id"] or "",
+        "name": session["name"] or "",
+        "model": ", ".join(dict.fromkeys(model["base_model"] for model in models)),
+        "step": ", ".join(steps),
+        "tokens/min": f"{sum(model['tokens_per_minute'] for model in models):.0f}",
+        "queue": ", ".join(waits),
+        "age": run_commands.age_of(session["created_at"]),
         "state": session["state"],
         "last heartbeat": _readable(session["last_heartbeat_at"]),
         "models": ", ".join(counts) or "none",

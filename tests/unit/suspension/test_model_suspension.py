@@ -78,7 +78,7 @@ async def test_a_suspended_model_uses_no_memory_and_training_continues_bit_for_b
 
     assert await head.service.suspend_model(MODEL)
 
-    assert held(head) == HeldModel(model_id=NAME, is_suspended=True)
+    assert held(head) == HeldModel(model_id=NAME, is_suspended=True, step=1)
     assert head.service.status().models == []
     losses = [await train(head, 2)]
     await head.service.suspend_model(MODEL)

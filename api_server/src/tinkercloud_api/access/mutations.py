@@ -48,6 +48,8 @@ _EVENTS = (
     ("DELETE", rf"{routes.PREFIX}projects/[^/]+/members/.+", "project_grant_remove"),
     ("POST", rf"{routes.PREFIX}create_model", "model_create"),
     ("POST", rf"{routes.PREFIX}attach_model", "model_attach"),
+    ("POST", rf"{routes.PREFIX}runs/[^/]+/save", "checkpoint_write"),
+    ("POST", rf"{routes.PREFIX}runs/[^/]+/stop", "run_stop"),
     ("POST", rf"{routes.PREFIX}(unload|delete)_model", "model_delete"),
     ("POST", rf"{routes.PREFIX}create_sampling_(session|client)", "sampler_create"),
     ("POST", rf"{routes.PREFIX}create_custom_loss", "loss_create"),

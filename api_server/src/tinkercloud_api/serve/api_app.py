@@ -47,6 +47,7 @@ from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.heads.run_states import RunStates
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.login import login_pages
 from tinkercloud_api.providers.base import SessionProvider
@@ -74,6 +75,7 @@ from tinkercloud_api.routes.models import hub_mirror, model_routes, tokenizers
 from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
 from tinkercloud_api.routes.sessions import (
     program_routes,
+    run_state_routes,
     session_routes,
     session_search_routes,
     traces,
@@ -81,6 +83,7 @@ from tinkercloud_api.routes.sessions import (
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
+from tinkercloud_api.runs.run_control import Runs
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
@@ -108,7 +111,7 @@ _ROUTED = (
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
-    *(run_routes, program_routes, key_routes, health, hub_mirror),
+    *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
 )
 """Modules with the routes that FastAPI serves."""
 _SIGNING_KEY = "download URLs"
@@ -187,7 +190,7 @@ async def running_context(
     """
     engine, catalog = await _open_catalog(settings)
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
-    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
+    store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
@@ -196,7 +199,7 @@ async def running_context(
     programs = _programs(
         settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
-    proxy = Proxy(client)
+    shared_heads = _shared_heads(settings, catalog, provider, activity, client)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
@@ -207,10 +210,11 @@ async def running_context(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
+        runs=Runs(RunStates(locator, checkpoints, provider, shared_heads), training_runs),
         proxy=proxy,
         deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
         activity=activity,
-        shared_heads=_shared_heads(settings, catalog, provider, activity, client),
+        shared_heads=shared_heads,
         long_polls=LongPolls(),
         programs=programs,
         stored_runs=stored_runs,
@@ -229,9 +233,8 @@ async def running_context(
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
-    server = assembly.Server(context, admission, started_at=now())
     try:
-        async with assembly.running(server):
+        async with assembly.running(assembly.Server(context, admission, started_at=now())):
             yield context
     finally:
         await client.close()

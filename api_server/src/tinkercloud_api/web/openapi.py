@@ -112,6 +112,7 @@ _WITHOUT_KEY = (
 )
 """Starts of paths of calls without a key, and their statuses."""
 _WITH_QUERY = {
+    "/api/v1/runs",
     "/api/v1/training_runs",
     "/api/v1/billing/usage/checkpoints/current",
     "/api/v1/get_tokenizer",
@@ -126,6 +127,7 @@ _WITHOUT_OBJECT = {"/api/v1/client/config", "/api/v1/client/dynamic_config", "/a
 """Calls with a body that refers to no object, so that they never return 404."""
 _GONE = {
     "/api/v1/session_heartbeat",
+    *(f"/api/v1/runs/{{run_id}}/{action}" for action in ("save", "stop")),
     routes.ASAMPLE,
     routes.SAMPLE,
     routes.FORWARD,

@@ -171,6 +171,8 @@ class SuspendedManifest(BaseModel):
     base_fingerprint: str | None = None
     """See `CheckpointManifest.base_fingerprint`."""
     lora: LoraConfig | None
+    step: int | None = None
+    """Number of optimizer steps that the model had taken when it was written."""
     created_at: AwareDatetime
     data_prefix: str
     files: dict[str, StoredFile]

@@ -482,6 +482,9 @@ class Saved(_Answer):
     """`tinker://` paths, one per model."""
 
 
+RunQueueState = Literal["idle", "running", "waiting", "paused_rate_limit"]
+
+
 class HeldModel(_Answer):
     """A model of a head, and its memory usage."""
 
@@ -494,6 +497,14 @@ class HeldModel(_Answer):
     """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
     result_bytes: int = 0
     """Size of the results of the model and its samplers."""
+    step: int | None = None
+    """Number of optimizer steps that the model has taken; None if the head does not know it."""
+    queue_state: RunQueueState = "idle"
+    """What its next request waits for. `waiting`: for earlier ones, or for its turn."""
+    queue_reason: str | None = None
+    """Why the next request waits; None if none does, or no reason is known."""
+    tokens_per_minute: float = 0.0
+    """Trained, forwarded, prefilled and sampled tokens of the last minute."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None

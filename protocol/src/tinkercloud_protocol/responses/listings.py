@@ -160,6 +160,12 @@ class ModelUsage(Answer):
     this server shares among runs; it is in a Kubernetes session, or was lost with its head."""
     memory_bytes: int | None
     """None if unknown."""
+    step: int | None = None
+    """Number of optimizer steps taken; None if unknown."""
+    tokens_per_minute: float = 0.0
+    """Trained and sampled tokens of the last minute."""
+    queue_state: str = "idle"
+    """What its next request waits for: idle, running, waiting or paused_rate_limit."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
@@ -177,6 +183,9 @@ class SessionUsage(Answer):
     owner: str
     project_id: str | None = None
     """The project that the session belongs to."""
+    name: str | None = None
+    """Its display name."""
+    created_at: datetime
     state: Literal["live", "silent", "ended"]
     """`silent`: not ended, but without a heartbeat for two minutes."""
     last_heartbeat_at: datetime

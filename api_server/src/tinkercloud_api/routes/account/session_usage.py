@@ -62,6 +62,8 @@ def _describe(
         session_id=session.id,
         owner=session.owner,
         project_id=session.project,
+        name=session.display_name,
+        created_at=session.created_at,
         state=_state_of(session, now()),
         last_heartbeat_at=session.last_heartbeat_at,
         models=models,
@@ -83,6 +85,9 @@ def _state(run: TrainingRun, held: HeldModel | None) -> dict[str, object]:
     return {
         "state": "suspended" if held.is_suspended else "in memory",
         "memory_bytes": held.memory_bytes,
+        "step": held.step,
+        "tokens_per_minute": round(held.tokens_per_minute, 1),
+        "queue_state": held.queue_state,
         "unsaved_steps": held.unsaved_steps,
         "autosave_failure": held.autosave_failure,
         "is_durable": held.is_durable,

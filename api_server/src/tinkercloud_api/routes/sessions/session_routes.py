@@ -7,7 +7,7 @@ from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import Session
+from tinkercloud_api.catalog.schema.tables import Session, now
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.responses.listings import (
@@ -127,8 +127,14 @@ async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[
 async def finish(
     session_id: str, request: Finish, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """End a session and free its resources; the first reason is kept."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    """End a session and free its resources; the first reason is kept.
+
+    The runs of a client that did not end by itself are saved first.
+    """
+    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    if request.reason.type != "success" and session.finished_at is None:
+        runs = await server.catalog.runs_of_session(session_id)
+        await server.runs.save_interrupted(runs, now())
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
     await server.custom_losses.delete(session_id)
     return {}
