@@ -264,12 +264,6 @@ def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
     return architecture.layers * heads * cached.width * _WEIGHT_BYTES
 
 
-def _adapted(architecture: Architecture) -> Iterator[Matrix]:
-    yield _head(architecture)
-    for layer in [*architecture.leading, *[architecture.repeated] * architecture.repeats]:
-        yield from (matrix for matrix in layer.matrices if matrix.adapted)
-
-
 def _stages(
     architecture: Architecture,
     layout: Layout,
@@ -348,7 +342,10 @@ def _held(matrix: Matrix, layout: Layout) -> int:
 
 def _undivided_width(architecture: Architecture) -> int:
     """Return the elements of an adapter that every rank holds, per unit of rank."""
-    return sum(_common_width(matrix) for matrix in _adapted(architecture))
+    width = _common_width(_head(architecture))
+    for layer, count in architecture.between(0, architecture.layers):
+        width += count * sum(_common_width(m) for m in layer.matrices if m.adapted)
+    return width
 
 
 def _common_width(matrix: Matrix) -> int:

@@ -192,9 +192,13 @@ def _larger_kinds(kind: Gpu) -> list[Gpu]:
 
 
 def _largest_rank(demand: Demand, fleet: Fleet) -> int | None:
-    rank = demand.lora_rank - 1 if demand.lora_rank else _SUGGESTED_RANK
-    powers = (1 << power for power in reversed(range(rank.bit_length())))
-    return next((r for r in powers if divide(replace(demand, lora_rank=r), fleet)), None)
+    most = demand.lora_rank - 1 if demand.lora_rank else _SUGGESTED_RANK
+    fitting = None
+    for power in range(most.bit_length()):
+        if divide(replace(demand, lora_rank=1 << power), fleet) is None:
+            break
+        fitting = 1 << power
+    return fitting
 
 
 def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:
