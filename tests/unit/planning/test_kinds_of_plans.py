@@ -24,6 +24,8 @@ from tinkercloud_testing.plan_command import (
 )
 from tinkercloud_testing.sessions import a_build, a_session
 
+pytestmark = pytest.mark.timeout(300)
+
 
 def words(*arguments: str) -> str:
     """Return what the command prints, with single spaces."""

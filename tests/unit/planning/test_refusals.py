@@ -12,6 +12,8 @@ from tinkercloud_planning.gpus import parse
 from tinkercloud_planning.plan import plan, plan_training
 from tinkercloud_planning.refusal import DoesNotFit
 
+pytestmark = pytest.mark.timeout(300)
+
 MODELS: dict[str, Architecture] = {
     name: read(model["config"])
     for name, model in json.loads(
