@@ -9,12 +9,14 @@ of the audit log. The size is that of SQLite's file, compacted.
 import argparse
 import asyncio
 import json
+import sqlite3
 import tempfile
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from uuid import uuid4
 
-from sqlalchemy import insert, text
+from sqlalchemy import insert
 
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import (
@@ -36,28 +38,29 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1000)
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "catalog.db"
-        sizes = []
-        for count in (0, runs):
-            asyncio.run(fill(file, count))
-            sizes.append(file.stat().st_size)
-    empty, full = sizes
+        empty = size(Path(folder) / "empty.db", 0)
+        full = size(Path(folder) / "full.db", runs)
     result = {"runs": runs, "empty_bytes": empty, "bytes_per_run": (full - empty) / runs}
     print(json.dumps(result))
 
 
+def size(file: Path, runs: int) -> int:
+    """Return the size in bytes of a new catalog with so many runs."""
+    asyncio.run(fill(file, runs))
+    with closing(sqlite3.connect(file)) as db:
+        db.execute("VACUUM")
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return file.stat().st_size
+
+
 async def fill(file: Path, runs: int) -> None:
-    """Add runs to a catalog, and compact its file."""
+    """Create a catalog with so many runs."""
     engine = open_database(f"sqlite+aiosqlite:///{file}")
     await migrate(engine)
+    rows = [row for _ in range(runs) for row in rows_of_a_run()]
     async with engine.begin() as db:
-        for _ in range(runs):
-            for kind, row in rows_of_a_run():
-                await db.execute(insert(kind).values(row))
-    async with engine.connect() as db:
-        await db.execution_options(isolation_level="AUTOCOMMIT")
-        await db.execute(text("VACUUM"))
-        await db.execute(text("PRAGMA wal_checkpoint(TRUNCATE)"))
+        for kind in dict.fromkeys(kind for kind, _ in rows):
+            await db.execute(insert(kind), [values for each, values in rows if each is kind])
     await engine.dispose()
 
 
