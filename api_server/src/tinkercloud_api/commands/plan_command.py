@@ -8,6 +8,13 @@ from rich.console import Console
 
 from tinkercloud_api.commands.shared import Json, fail
 
+PoolSlots = Annotated[
+    int, typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool.")
+]
+Sessions = Annotated[
+    int, typer.Option(min=1, max=4096, help="Sessions that divide the GPUs equally.")
+]
+
 
 def plan_model(
     model: Annotated[
@@ -23,13 +30,8 @@ def plan_model(
         typer.Option(help="Maximum sequence length, in tokens. Default: the model's, up to 32768."),
     ] = None,
     lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Maximum LoRA rank.")] = 32,
-    pool_slots: Annotated[
-        int,
-        typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool."),
-    ] = 1,
-    sessions: Annotated[
-        int, typer.Option(min=1, max=4096, help="Sessions that divide the GPUs equally.")
-    ] = 1,
+    pool_slots: PoolSlots = 1,
+    sessions: Sessions = 1,
     gpu_price: Annotated[
         float | None, typer.Option(min=0, help="Price of a GPU per hour, for the plan's price.")
     ] = None,
