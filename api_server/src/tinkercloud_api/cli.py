@@ -13,7 +13,6 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from tinkercloud_api.access.auth import Role, hash_key, new_key
 from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
@@ -26,6 +25,7 @@ from tinkercloud_api.commands import (
     cluster_commands,
     demo_command,
     drain_command,
+    plan_command,
     program_commands,
     project_commands,
     run_commands,
@@ -73,6 +73,7 @@ app.add_typer(project_commands.app, name="projects")
 app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
+app.command("plan")(plan_command.plan_model)
 app.command("usage")(usage_commands.show_usage)
 app.command("audit")(audit_commands.show_audit)
 
@@ -375,52 +376,6 @@ def show_session(
 def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
     """End a session and free its resources. Its checkpoints are kept."""
     request("DELETE", base_url, api_key, f"sessions/{session}")
-
-
-@app.command("plan")
-def plan_model(
-    model: Annotated[
-        str, typer.Argument(help="Folder in Hugging Face format, or model ID on the Hub.")
-    ],
-    gpus: Annotated[
-        str, typer.Option(help="Number and type of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
-    ],
-    gpus_per_node: Annotated[int, typer.Option(help="Number of GPUs per node.")] = 8,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(help="Maximum sequence length, in tokens. Default: the model's, up to 32768."),
-    ] = None,
-    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Maximum LoRA rank.")] = 32,
-    *,
-    pool_slots: Annotated[
-        int,
-        typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool."),
-    ] = 1,
-    full: Annotated[
-        bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
-    from tinkercloud_api.admin import plan_files  # noqa: PLC0415
-
-    try:
-        plan = plan_files.plan(
-            model,
-            gpus,
-            gpus_per_node=gpus_per_node,
-            sequence_length=sequence_length,
-            lora_rank=None if full else lora_rank,
-            pool_slots=pool_slots,
-        )
-        manifest = plan_files.base_model(plan, model) if as_json else None
-    except plan_files.CannotPlan as error:
-        fail(str(error))
-    if manifest is not None:
-        typer.echo(json.dumps(manifest, indent=2))
-        return
-    for part in plan_files.report(plan):
-        Console(emoji=False).print(part, highlight=False)
 
 
 @app.command()
