@@ -72,7 +72,7 @@ app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
 app.command("usage")(usage_commands.show_usage)
-app.command("audit")(audit_commands.show_audit)
+app.add_typer(audit_commands.app, name="audit")
 
 _OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
@@ -240,7 +240,7 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
-    change = Change("key_revoke", ["keys", "revoke", key_id])
+    change = Change("key_revoke", ["keys", "revoke", key_id], [f"key {key_id}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
@@ -263,7 +263,8 @@ def rotate_key(
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
     key, ends_at = new_key(), now() + overlap
-    change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
+    arguments = ["keys", "rotate", key_id, "--overlap", overlap]
+    change = Change("key_rotate", arguments, [f"key {key_id}"])
     row = change_catalog(
         state_dir,
         change,

@@ -4,6 +4,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
 
 from tinkercloud_api.catalog.access.audit_log import AuditQuery
 from tinkercloud_api.catalog.schema.statements import Page
@@ -29,27 +30,39 @@ async def show_audit(  # noqa: PLR0917 - query parameters
     caller: Caller,
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
+    since: AwareDatetime | None = None,
+    until: AwareDatetime | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
 ) -> AuditAnswer:
     """List the requests of a day (UTC; default: today) that changed something, earliest first.
 
-    Admins see those of all owners.
+    With `since` or `until`, those between the two instead. Admins see those of all owners.
     """
     midnight = datetime.combine(day or now().date(), time(), UTC)
+    first, end = midnight, midnight + timedelta(days=1)
+    if day is None and (since is not None or until is not None):
+        first, end = since or datetime.min.replace(tzinfo=UTC), until or now()
     query = AuditQuery(
         owner=caller.owner_filter("accessible"),
-        since=midnight,
-        until=midnight + timedelta(days=1),
+        since=first,
+        until=end,
         event_prefix=_PREFIXES[event_type],
     )
     rows = await server.auditing.entries.entries(query, Page(offset, limit))
     return AuditAnswer(
         entries=[
             AuditEvent(
-                timestamp=row.at,
-                event=row.event,
-                event_details={**row.details, "owner": row.owner, "key_id": row.key_id},
+                timestamp=row.entry.at,
+                event=row.entry.event,
+                event_details={
+                    **row.entry.details,
+                    **row.outcome,
+                    "owner": row.entry.owner,
+                    "key_id": row.entry.key_id,
+                    "number": row.entry.id,
+                    "hash": row.entry.hash,
+                },
             )
             for row in rows
         ]
