@@ -165,7 +165,7 @@ class AuditLog(Statements):
             for last in await self._numbers(own.offset(kept - kept // 10).limit(1)):
                 await self._remove(last, is_own, f"more than {kept} rows of {owner}")
 
-    async def _numbers(self, query: Select[tuple[int]]) -> Sequence[int]:
+    async def _numbers(self, query: Select[int]) -> Sequence[int]:
         async with self._reading() as db:
             return (await db.scalars(query)).all()
 

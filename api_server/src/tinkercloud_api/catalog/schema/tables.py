@@ -429,3 +429,18 @@ class AuditChain(Table):
     """Number of the newest entry; 0 if there was none."""
     hash: Mapped[str]
     """Its hash; empty if there was none."""
+
+
+class StoredDay(Table):
+    """What an owner's checkpoints of a base model, in a project, occupied on a day."""
+
+    __tablename__ = "stored_days"
+
+    day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Days from 1970-01-01 in UTC."""
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    project_id: Mapped[str] = mapped_column(primary_key=True)
+    """Empty for none."""
+    base_model: Mapped[str] = mapped_column(primary_key=True)
+    """Empty if it is not known."""
+    size_bytes: Mapped[int] = mapped_column(BigInteger)
