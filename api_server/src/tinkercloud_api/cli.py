@@ -412,7 +412,8 @@ def plan_model(
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.admin.doctor import CheckResult, examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.doctor import examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.machine_checks import CheckResult  # noqa: PLC0415 - as above
 
     try:
         results = asyncio.run(examine(load_settings(state_dir=state_dir)))
