@@ -117,7 +117,7 @@ def verify_audit(
         typer.echo(f"rows: {verdict.entries} checked, {verdict.removed} removed by retention")
         typer.echo(f"newest: {newest}")
         for fault in verdict.faults:
-            typer.echo(f"broken: {fault}")
+            typer.echo(f"broken: {fault}", err=True)
     if verdict.faults:
         raise typer.Exit(1)
 
