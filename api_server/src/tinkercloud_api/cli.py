@@ -9,6 +9,7 @@ cluster (KUBECONFIG). `plan` needs neither.
 import asyncio
 import json
 import re
+from collections import deque
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
@@ -407,6 +408,33 @@ def plan_model(
         return
     for part in plan_files.report(plan):
         Console(emoji=False).print(part, highlight=False)
+
+
+@app.command("logs")
+def show_logs(
+    name: Annotated[str, typer.Argument(help="Name of a served model, or id of a training run.")],
+    lines: Annotated[int, typer.Option(min=1, help="Number of lines, from the end.")] = 200,
+    state_dir: StateDir = None,
+) -> None:
+    """Print the end of a session head's log on this machine: a model's, or that of a run's model."""
+    from tinkercloud_api.providers.local.head_folder import folder_of  # noqa: PLC0415 - as above
+
+    settings = read_settings(state_dir=state_dir)
+    if settings.provider == "kubernetes":
+        fail(f"heads are pods: use `kubectl --namespace {settings.namespace} logs POD`")
+    model = name
+    if ":train:" in name:
+        run = with_catalog(state_dir, lambda catalog: catalog.run(name))
+        if run is None:
+            fail(f"run {name!r} does not exist; `tinkercloud sessions show` lists runs")
+        model = run.base_model
+    file = folder_of(settings.state_dir, model) / "head.log"
+    if not file.is_file():
+        fail(f"{file} does not exist: no head has served {model!r} from this state folder")
+    typer.echo(f"log: {file}", err=True)
+    with file.open(errors="replace") as log:
+        for line in deque(log, lines):
+            typer.echo(line, nl=False)
 
 
 @app.command()
