@@ -416,7 +416,7 @@ def show_logs(
     lines: Annotated[int, typer.Option(min=1, help="Number of lines, from the end.")] = 200,
     state_dir: StateDir = None,
 ) -> None:
-    """Print the end of a session head's log on this machine: a model's, or that of a run's model."""
+    """Print the end of the log of a session head on this machine."""
     from tinkercloud_api.providers.local.head_folder import folder_of  # noqa: PLC0415 - as above
 
     settings = read_settings(state_dir=state_dir)

@@ -35,7 +35,8 @@ class PriceSettings(BaseModel):
     currency: Annotated[str, Field(min_length=1, max_length=16)] = "USD"
     """Currency of all prices, which reports show."""
     models: dict[str, ModelPrices] = Field(default_factory=dict)
-    """Prices by name of the base model; those of `*` apply to all others."""
+    """Prices by name of the base model; those of `*` apply to all others. Fields: `train`,
+    `prefill`, `cached`, `sample` and `storage`, as in docs/operate/operations.md."""
 
     def of(self, base_model: str) -> ModelPrices | None:
         """Return the prices of a base model; None if it has none."""

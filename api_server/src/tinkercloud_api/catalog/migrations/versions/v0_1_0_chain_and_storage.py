@@ -1,4 +1,7 @@
-"""The audit log as a chain of rows. Entries of before become its first rows."""
+"""The audit log as a chain of rows, and the storage of checkpoints by day.
+
+Entries that the log has already become the first rows of the chain.
+"""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -8,7 +11,7 @@ from alembic import op
 
 from tinkercloud_api.catalog.access.audit_chain import link
 
-revision = "0.1.0_audit_chain"
+revision = "0.1.0_chain_and_storage"
 down_revision = "0.1.0"
 branch_labels = None
 depends_on = None
@@ -18,6 +21,18 @@ _BATCH = 1000
 
 def upgrade() -> None:
     """Apply."""
+    _chain_audit_entries()
+    key = ("day", "owner", "project_id", "base_model")
+    op.create_table(
+        "stored_days",
+        sa.Column("day", sa.Integer(), autoincrement=False, nullable=False),
+        *(sa.Column(name, sa.String(), nullable=False) for name in key[1:]),
+        sa.Column("size_bytes", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint(*key),
+    )
+
+
+def _chain_audit_entries() -> None:
     op.rename_table("audit_entries", "old_audit_entries")
     for name in ("audit_entries_by_owner", "audit_entries_by_time"):
         op.drop_index(name, "old_audit_entries")
