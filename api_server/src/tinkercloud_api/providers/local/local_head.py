@@ -168,7 +168,9 @@ class LocalHead:
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         folder = self._folder
         folder.keep_log()
-        with folder.locked() as lock, folder.log.open("wb") as output:
+        with folder.locked() as lock, folder.log.open("ab") as output:
+            # Writes append, so that a program which rotates logs can truncate it later, too.
+            output.truncate(0)
             folder.reason.unlink(missing_ok=True)
             # Left behind by killed heads; the lock guarantees that none of them is running.
             await asyncio.to_thread(shutil.rmtree, folder.path / "scratch", ignore_errors=True)
