@@ -102,7 +102,7 @@ async def test_every_changed_or_removed_row_is_found(engine: AsyncEngine) -> Non
         await change(engine, "INSERT INTO audit_entries SELECT * FROM kept")
 
 
-async def test_a_log_that_was_written_anew_lacks_a_noted_entry(engine: AsyncEngine) -> None:
+async def test_a_log_that_was_written_again_lacks_a_noted_entry(engine: AsyncEngine) -> None:
     log = await some_entries(engine)
     noted = (await log.verify()).newest
     await write(log, "ann", "later")

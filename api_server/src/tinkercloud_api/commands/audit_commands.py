@@ -106,7 +106,7 @@ def verify_audit(
     """Check in the catalog of this machine that no entry was changed, inserted or removed.
 
     Keep number and hash of the newest entry elsewhere, and give them to --contains next time: that
-    reveals a log that was written anew.
+    reveals a log that was written again.
     """
     verdict = verify_audit_log(state_dir, _mark(contains) if contains is not None else None)
     newest = f"{verdict.newest.number}:{verdict.newest.hash}"

@@ -66,7 +66,7 @@ def create_backup(
     where = "standard output" if file == _PIPE else file
     with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
-        # Before the copy: whoever has it has the hashes of all keys.
+        # Before the copy, because that has the hashes of all keys.
         change = Change("backup_create", ["backup", "create", file])
         record_in_file(source.catalog, change, "started")
         progress = CopyProgress("copied", create.size_of(source))

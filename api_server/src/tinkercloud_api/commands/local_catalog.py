@@ -75,7 +75,7 @@ def change_catalog(
         try:
             await log.finish(entry, outcome)
         except Unavailable as error:
-            # A new key is shown only once, so the command goes on.
+            # A new key is shown only once, so the command continues.
             typer.echo(f"audit entry {entry.id} has no outcome: {error.message}", err=True)
         return result
 
@@ -95,7 +95,7 @@ def verify_audit_log(state_dir: Path | None, mark: Mark | None) -> Verdict:
 def record_in_file(catalog: Path, change: Change, status: str) -> None:
     """Record a command about the file of a catalog, which is neither created nor migrated.
 
-    The command goes on with a warning if that is impossible: a backup is needed most when the
+    The command continues with a warning if that is impossible: a backup is needed most when the
     catalog can't be written.
     """
 

@@ -1,7 +1,7 @@
 """The chain of the audit log: every row has a hash of its content and of the row before.
 
-Whoever changes, removes or inserts a row has to compute all later hashes again, and can't do so
-for a hash that was noted elsewhere.
+To change, remove or insert a row unnoticed, all later hashes have to be computed again, and a hash
+that was noted elsewhere can't be.
 """
 
 import hashlib
