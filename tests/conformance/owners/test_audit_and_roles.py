@@ -157,6 +157,9 @@ def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> Non
     assert sheet[0]["hash"] == entries[0]["hash"]
     assert exported(own_server, "--since", "2000-01-01", "--until", "2001-01-01") == []
     assert len(exported(own_server, "--since", "2000-01-01")) > len(entries)
+    for bound in ("since=0001-01-01T00:00:00%2B14:00", "until=9999-12-31T23:59:59-12:00"):
+        assert own_server.request("GET", f"/api/v1/audit?{bound}", key=admin).status == 200
+    assert own_server.request("GET", "/api/v1/audit?day=9999-12-31", key=admin).status == 200
     assert verified["faults"] == []
     own_server.command("audit", "verify", "--contains", verified["newest"])
 

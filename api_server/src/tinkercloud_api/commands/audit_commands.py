@@ -149,7 +149,7 @@ def _row(entry: dict[str, Any]) -> dict[str, str]:
         "event": entry["event"],
         "status": str(entry["status"]),
         "path": entry["path"],
-        "objects": _cell(entry.get("objects")),
+        "objects": _cell([*entry.get("objects", []), *entry.get("project_ids", [])]),
     }
 
 

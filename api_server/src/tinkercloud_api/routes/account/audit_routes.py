@@ -14,6 +14,7 @@ from tinkercloud_protocol.responses.account_listings import AuditAnswer, AuditEv
 
 router = APIRouter(prefix="/api/v1", tags=["audit"])
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PREFIXES = {
     "all": "",
     "checkpoints": "checkpoint_",
@@ -39,14 +40,15 @@ async def show_audit(  # noqa: PLR0917 - query parameters
 
     With `since` or `until`, those between the two instead. Admins see those of all owners.
     """
-    midnight = datetime.combine(day or now().date(), time(), UTC)
-    first, end = midnight, midnight + timedelta(days=1)
-    if day is None and (since is not None or until is not None):
-        first, end = since or datetime.min.replace(tzinfo=UTC), until or now()
+    # Databases and time zones have limits that clients could exceed.
+    last = now() + timedelta(days=1)
+    if day is not None or (since is None and until is None):
+        since = datetime.combine(min(day or now().date(), last.date()), time(), UTC)
+        until = since + timedelta(days=1)
     query = AuditQuery(
         owner=caller.owner_filter("accessible"),
-        since=first,
-        until=end,
+        since=min(max(since or _EPOCH, _EPOCH), last),
+        until=min(max(until or last, _EPOCH), last),
         event_prefix=_PREFIXES[event_type],
     )
     rows = await server.auditing.entries.entries(query, Page(offset, limit))

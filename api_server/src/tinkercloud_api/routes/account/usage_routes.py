@@ -1,5 +1,6 @@
 """What owners have used, and what their checkpoints occupy (not an SDK call)."""
 
+import re
 from calendar import monthrange
 from datetime import UTC, date, datetime, time, timedelta
 from typing import Annotated, Literal
@@ -14,10 +15,11 @@ from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.runs.month_bill import bill
 from tinkercloud_protocol.heads.usage_reports import hour_after, hour_of, start_of
 from tinkercloud_protocol.responses.listings import MonthUsage, OwnerStorage, OwnerUsage, UsageList
-from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 router = APIRouter(prefix="/api/v1", tags=["usage"])
 
+_MONTH = re.compile(r"2[0-9]{3}-(0[1-9]|1[0-2])")
 _MAX_BILLED = 100_000
 """Limit of the rows of a month."""
 
@@ -62,11 +64,13 @@ async def show_usage(  # noqa: PLR0917 - query parameters
 async def show_month(
     server: Server,
     caller: Caller,
-    month: Annotated[str, Query(pattern=r"^[1-9][0-9]{3}-(0[1-9]|1[0-2])$")],
+    month: str,
     owner: str | None = None,
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> MonthUsage:
     """Sum up what was used in a month (UTC), such as 2026-11, and what it costs."""
+    if _MONTH.fullmatch(month) is None:
+        raise InvalidRequest(f"month: got {month[:20]!r}; expected year and month, as in 2026-11")
     whose = _whose(caller, owner, access_scope)
     first = date.fromisoformat(f"{month}-01")
     days = monthrange(first.year, first.month)[1]
