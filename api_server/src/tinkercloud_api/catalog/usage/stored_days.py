@@ -57,14 +57,19 @@ class StoredDays(Statements):
             .where(Checkpoint.size_bytes.is_not(None))
             .group_by(Checkpoint.owner, project, base_model)
         )
-        names = ("owner", "project_id", "base_model", "size_bytes")
         async with self._writing() as db:
-            found = [dict(zip(names, row, strict=True)) for row in await db.execute(stored)]
+            found = [
+                {
+                    "day": day,
+                    "owner": owner,
+                    "project_id": project_id,
+                    "base_model": name,
+                    "size_bytes": int(size or 0),
+                }
+                for owner, project_id, name, size in await db.execute(stored)
+            ]
             if found:
-                await db.execute(
-                    self._ensure,
-                    [{**row, "day": day, "size_bytes": int(row["size_bytes"])} for row in found],
-                )
+                await db.execute(self._ensure, found)
         self._measured = day
 
     async def stored(self, owner: str | None, since: int, until: int) -> Sequence[StoredBytes]:
