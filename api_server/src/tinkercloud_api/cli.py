@@ -9,6 +9,7 @@ cluster (KUBECONFIG). `plan` needs neither.
 import asyncio
 import json
 import re
+from collections import deque
 from datetime import datetime, timedelta
 from typing import Annotated, Any
 
@@ -75,7 +76,7 @@ app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
 app.command("plan")(plan_command.plan_model)
 app.command("usage")(usage_commands.show_usage)
-app.command("audit")(audit_commands.show_audit)
+app.add_typer(audit_commands.app, name="audit")
 
 _OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
@@ -243,7 +244,7 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
-    change = Change("key_revoke", ["keys", "revoke", key_id])
+    change = Change("key_revoke", ["keys", "revoke", key_id], [f"key {key_id}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
@@ -266,7 +267,8 @@ def rotate_key(
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
     key, ends_at = new_key(), now() + overlap
-    change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
+    arguments = ["keys", "rotate", key_id, "--overlap", overlap]
+    change = Change("key_rotate", arguments, [f"key {key_id}"])
     row = change_catalog(
         state_dir,
         change,
@@ -378,10 +380,38 @@ def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> N
     request("DELETE", base_url, api_key, f"sessions/{session}")
 
 
+@app.command("logs")
+def show_logs(
+    name: Annotated[str, typer.Argument(help="Name of a served model, or id of a training run.")],
+    lines: Annotated[int, typer.Option(min=1, help="Number of lines, from the end.")] = 200,
+    state_dir: StateDir = None,
+) -> None:
+    """Print the end of the log of a session head on this machine."""
+    from tinkercloud_api.providers.local.head_folder import folder_of  # noqa: PLC0415 - as above
+
+    settings = read_settings(state_dir=state_dir)
+    if settings.provider == "kubernetes":
+        fail(f"heads are pods: use `kubectl --namespace {settings.namespace} logs POD`")
+    model = name
+    if ":train:" in name:
+        run = with_catalog(state_dir, lambda catalog: catalog.run(name))
+        if run is None:
+            fail(f"run {name!r} does not exist; see `tinkercloud runs list`")
+        model = run.base_model
+    file = folder_of(settings.state_dir, model) / "head.log"
+    if not file.is_file():
+        fail(f"{file} does not exist: no head has served {model!r} from this state folder")
+    typer.echo(f"log: {file}", err=True)
+    with file.open(errors="replace") as log:
+        for line in deque(log, lines):
+            typer.echo(line, nl=False)
+
+
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.admin.doctor import CheckResult, examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.doctor import examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.machine_checks import CheckResult  # noqa: PLC0415 - as above
 
     try:
         results = asyncio.run(examine(load_settings(state_dir=state_dir)))

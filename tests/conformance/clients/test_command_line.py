@@ -104,6 +104,17 @@ def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
     assert MODEL in tinkercloud(server, "models", "list").stdout
 
 
+def test_the_log_of_a_head_is_found_by_its_model(server: Server) -> None:
+    shown = tinkercloud(server, "logs", MODEL, "--lines", "3")
+    unknown = tinkercloud(server, "logs", "tiny/absent")
+
+    assert shown.returncode == 0, shown.stderr
+    assert 0 < len(shown.stdout.splitlines()) <= 3
+    assert "head.log" in shown.stderr
+    assert unknown.returncode == 1
+    assert "no head has served 'tiny/absent'" in unknown.stderr
+
+
 def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
     key = server.new_key("cli-sessions")
     user = {"TINKER_API_KEY": key}

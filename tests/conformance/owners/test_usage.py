@@ -1,8 +1,11 @@
 """Usage of owners is counted exactly, and survives restarts of server and head."""
 
+import csv
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -27,7 +30,9 @@ def own_server(
 ) -> Iterator[Server]:
     """Run a server whose usage no other test changes."""
     state_dir = tmp_path_factory.mktemp("state")
-    with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
+    prices = {"currency": "EUR", "models": {MODEL: {"train": 10**6, "sample": 2 * 10**6}}}
+    settings = {**TRAINERS[trainer], "TINKERCLOUD_PRICES": json.dumps(prices)}
+    with a_server(state_dir, {MODEL: model_folder}, settings) as running:
         yield running
 
 
@@ -130,6 +135,27 @@ def test_tokens_of_two_owners_are_counted_by_model_and_by_kind(
         counted = own_server.metric("tinkercloud_usage_tokens_total", owner="ann", kind=kind)
         assert counted == of_ann[f"{kind}_tokens"]
     assert own_server.metric("tinkercloud_usage_engine_seconds_total", owner="ann") > 0
+    _check_month(own_server, ann, of_ann)
+
+
+def _check_month(server: Server, key: str, used: Counter[str]) -> None:
+    """Check what an owner's month costs, and in which forms it is printed."""
+    month = datetime.now(UTC).strftime("%Y-%m")
+    call = ("usage", "--month", month, "--api-key", key, "--base-url", server.url)
+    answer = json.loads(server.command(*call, "--json"))
+    (row,) = answer["usage"]
+    (line,) = csv.DictReader(io.StringIO(server.command(*call, "--csv")))
+
+    trained = used["trained_tokens"] + used["forward_tokens"]
+    assert (row["owner"], row["base_model"], row["train_tokens"]) == ("ann", MODEL, trained)
+    assert row["cost"] == answer["total"] == trained + 2 * used["sampled_tokens"]
+    assert (float(line["cost"]), line["currency"]) == (row["cost"], "EUR")
+    assert f"total: {row['cost']:.2f} EUR" in server.command(*call)
+    path = "/api/v1/usage/month?month="
+    assert server.request("GET", f"{path}{month}&owner=bob", key=key).status == 404
+    for wrong in ("2026-13", "1999-12", "november", "2026-11-01"):
+        assert "expected year and month" in server.request("GET", path + wrong, key=key).detail
+    assert server.request("GET", f"{path}2001-01", key=key).json()["usage"] == []
 
 
 def test_restarts_and_killed_processes_lose_nothing_that_was_reported(

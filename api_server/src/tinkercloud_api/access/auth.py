@@ -94,7 +94,8 @@ class Principal:
     seen_projects: set[str] = field(default_factory=set)
     """Projects of the objects that the request has used so far."""
     named_objects: set[str] = field(default_factory=set)
-    """Ids of the sessions, runs and samplers that the request has made or trained so far."""
+    """Sessions, runs, samplers, checkpoints, programs, keys and members that the request has made,
+    changed or trained so far."""
 
     def requesting(self, method: str, path: str) -> "Principal":
         """Return the same principal as the sender of one request.

@@ -105,6 +105,11 @@ def check_metrics_port(settings: Settings) -> None:
             ) from None
 
 
+def has_gpu() -> bool:
+    """Whether this machine has the device files of a GPU."""
+    return any(Path(file).exists() for file in _GPU_FILES)
+
+
 def check_device(settings: Settings) -> None:
     """Check that heads of this machine find the GPU that they are to use.
 
@@ -117,7 +122,7 @@ def check_device(settings: Settings) -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in {"", "-1"}:
         why = f"CUDA_VISIBLE_DEVICES is {hidden!r}"
-    elif not any(Path(file).exists() for file in _GPU_FILES):
+    elif not has_gpu():
         why = f"none of {', '.join(_GPU_FILES)} exists"
     else:
         return

@@ -246,6 +246,7 @@ class Checkpoints:
         else:
             # The checkpoint does not exist, or is still being saved.
             raise _not_found(path)
+        principal.named_objects.add(str(path))
         await self._delete(path)
 
     async def publish(self, path: CheckpointPath, principal: Principal, *, is_public: bool) -> None:
@@ -285,6 +286,7 @@ class Checkpoints:
         """Return the manifest of a principal's checkpoint that only its owner deletes."""
         manifest = await self._required(path)
         principal.require(await self._catalog.claim(manifest), f"checkpoint {path}")
+        principal.named_objects.add(str(path))
         if path.is_autosave and await self._catalog.checkpoint(path) is None:
             raise InvalidRequest(
                 f"{path} is an automatic checkpoint, which the session head of its run replaces;"

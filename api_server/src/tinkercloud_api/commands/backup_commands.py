@@ -13,7 +13,12 @@ from typing import IO, Annotated, Any
 import typer
 
 from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
-from tinkercloud_api.commands.local_catalog import StateDir
+from tinkercloud_api.commands.local_catalog import (
+    Change,
+    StateDir,
+    newest_in_file,
+    record_in_file,
+)
 from tinkercloud_api.commands.shared import Json, fail, read_settings
 from tinkercloud_api.config.state_folder import StateFolderError
 
@@ -61,6 +66,9 @@ def create_backup(
     where = "standard output" if file == _PIPE else file
     with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
+        # Before the copy, because that has the hashes of all keys.
+        change = Change("backup_create", ["backup", "create", file])
+        record_in_file(source.catalog, change, "started")
         progress = CopyProgress("copied", create.size_of(source))
         manifest = create.create(source, output, workspace, progress)
         progress.finish()
@@ -109,9 +117,13 @@ def restore_backup(
     settings = read_settings(state_dir=state_dir)
     with _failures(f"restore {file}"), _input(file) as (stream, name):
         where = restore.target(settings, replaces=replace)
+        catalog = where.state_dir / "catalog.db"
+        replaced = newest_in_file(catalog)
         progress = CopyProgress("restored", _size(file))
         manifest = restore.restore(stream, name, where, progress)
         progress.finish()
+        change = Change("backup_restore", ["backup", "restore", file], [f"instead of {replaced}"])
+        record_in_file(catalog, change, "done")
     _report(manifest, f"restored {name} to {where.state_dir}", as_json=as_json, to_stderr=False)
 
 

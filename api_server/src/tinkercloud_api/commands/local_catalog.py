@@ -3,7 +3,9 @@
 import asyncio
 import getpass
 import os
+import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Annotated, TypeVar
 import typer
 from sqlalchemy.exc import DBAPIError
 
+from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.connection import (
     CatalogUnreachableError,
@@ -45,6 +48,8 @@ class Change:
     """`<resource>_<action>`, as in `mutations`."""
     arguments: Sequence[object]
     """The command after `tinkercloud`, without secrets."""
+    objects: Sequence[str] = ()
+    """What it changes, such as `key 7`; new keys are added."""
 
 
 def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
@@ -57,32 +62,81 @@ def change_catalog(
 ) -> T:
     """Apply a function that changes the catalog, as `with_catalog`, and record it.
 
-    The entry of the audit log is written first, so that no change can happen without one. Its owner
-    is `command:` and the user of this machine. `work` returns None or False for a refusal.
+    The entry of the audit log is written first, so that no change can happen without one. `work`
+    returns None or False for a refusal.
     """
 
     async def recorded(catalog: Catalog, log: AuditLog) -> T:
-        details: dict[str, object] = {
-            "method": "COMMAND",
-            "path": " ".join(["tinkercloud", *map(str, change.arguments)]),
-            "status": "no response yet",
-        }
-        number = await log.begin(f"command:{_user()}", None, change.event, details)
+        details = _details(change, "no response yet")
+        entry = await log.begin(command_owner(), None, change.event, details)
         result = await work(catalog)
-        outcome = {**details, "status": "done" if result else "refused"}
-        if isinstance(result, ApiKey):
-            outcome["objects"] = [f"key {result.id}"]
-        await log.finish(number, outcome)
+        made = [f"key {result.id}"] if isinstance(result, ApiKey) else []
+        outcome = {"status": "done" if result else "refused", "objects": [*change.objects, *made]}
+        try:
+            await log.finish(entry, outcome)
+        except Unavailable as error:
+            # A new key is shown only once, so the command continues.
+            typer.echo(f"audit entry {entry.id} has no outcome: {error.message}", err=True)
         return result
 
     return _with_catalog(state_dir, recorded)
 
 
-def _user() -> str:
+def verify_audit_log(state_dir: Path | None, mark: Mark | None) -> Verdict:
+    """Check the audit log, as `with_catalog`.
+
+    Args:
+        state_dir: the state folder; None means that of the settings.
+        mark: an entry that it must contain.
+    """
+    return _with_catalog(state_dir, lambda _catalog, log: log.verify(mark))
+
+
+def record_in_file(catalog: Path, change: Change, status: str) -> None:
+    """Record a command about the file of a catalog, which is neither created nor migrated.
+
+    The command continues with a warning if that is impossible: a backup is needed most when the
+    catalog can't be written.
+    """
+
+    async def record() -> None:
+        engine = open_database(f"sqlite+aiosqlite:///{catalog}")
+        try:
+            details = _details(change, status) | {"objects": list(change.objects)}
+            await AuditLog(engine).begin(command_owner(), None, change.event, details)
+        finally:
+            await engine.dispose()
+
+    if catalog.is_file():
+        try:
+            asyncio.run(record())
+        except Unavailable as error:
+            why = described(error.__cause__ or error)
+            typer.echo(f"not recorded in the audit log of {catalog}: {why}", err=True)
+
+
+def newest_in_file(catalog: Path) -> str:
+    """Return number and hash of the newest audit entry in the file of a catalog, if it has one."""
+    query = "SELECT number, hash FROM audit_chain"
     try:
-        return getpass.getuser()
+        with closing(sqlite3.connect(f"{catalog.absolute().as_uri()}?mode=ro", uri=True)) as opened:
+            number, digest = opened.execute(query).fetchone()
+    except (sqlite3.Error, TypeError):
+        return "none"
+    return f"{number}:{digest}"
+
+
+def _details(change: Change, status: str) -> dict[str, object]:
+    path = " ".join(["tinkercloud", *map(str, change.arguments)])
+    return {"method": "COMMAND", "path": path, "status": status}
+
+
+def command_owner() -> str:
+    """Return the owner of commands in the audit log: `command:` and the user of this machine."""
+    try:
+        return f"command:{getpass.getuser()}"
     except (KeyError, OSError):
-        return str(os.getuid())
+        return f"command:{os.getuid()}"
 
 
 def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Awaitable[T]]) -> T:

@@ -1,6 +1,8 @@
 """`tinkercloud usage`: what the owners of a running server have used."""
 
+import csv
 import json
+import sys
 from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import urlencode
@@ -28,6 +30,23 @@ _AMOUNTS = {
 }
 
 
+_OF_MONTH = (
+    *("owner", "project_id", "base_model", "train_tokens", "prefill_tokens", "cached_tokens"),
+    *("sampled_tokens", "storage_gib_months", "cost"),
+)
+_MONTH_COLUMNS = {
+    "owner": "owner",
+    "project": "project_id",
+    "trained": "train_tokens",
+    "prefill": "prefill_tokens",
+    "cached": "cached_tokens",
+    "sampled": "sampled_tokens",
+    "GiB-months": "storage_gib_months",
+    "cost": "cost",
+    "base model": "base_model",
+}
+
+
 def show_usage(
     api_key: ApiKey,
     base_url: BaseUrl = None,
@@ -40,9 +59,25 @@ def show_usage(
         bool, typer.Option("--all", help="List the usage of all owners (admins only).")
     ] = False,
     limit: Annotated[int, typer.Option(help="Maximum number of rows to list.")] = 100,
+    month: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YYYY-MM",
+            help="Sum up this month (UTC) by owner, project and base model, with its cost.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a month as CSV.")] = False,
 ) -> None:
     """List the tokens and the time of the engine that were used, the storage, and the limits."""
+    if month is not None:
+        scope = "accessible" if everybody else "owned"
+        asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
+        _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
+        return
+    if as_csv:
+        raise typer.BadParameter("only together with --month", param_hint="--csv")
     query = {"by": str(by), "limit": limit, "access_scope": "accessible" if everybody else "owned"}
     if owner is not None:
         query["owner"] = owner
@@ -87,3 +122,37 @@ def _limit(limit: dict[str, Any]) -> dict[str, str]:
 
 def _megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
+
+
+def _show_month(
+    query: dict[str, str], base_url: str | None, api_key: str, *, as_json: bool, as_csv: bool
+) -> None:
+    """Print the usage of a month.
+
+    Args:
+        query: `month`, such as 2026-11, and whose usage.
+        base_url: URL of the server; None means the running server of this machine.
+        api_key: the caller's key.
+        as_json: whether to print the answer of the server.
+        as_csv: whether to print CSV.
+    """
+    answer = request("GET", base_url, api_key, f"usage/month?{urlencode(query)}")
+    rows: list[dict[str, Any]] = answer["usage"]
+    if as_json:
+        typer.echo(json.dumps(answer))
+    elif as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow([*_OF_MONTH, "currency"])
+        writer.writerows([*(row[name] for name in _OF_MONTH), answer["currency"]] for row in rows)
+    else:
+        texts = [
+            {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
+        ]
+        show(texts, list(_MONTH_COLUMNS), as_json=False)
+        typer.echo(f"total: {answer['total']:.2f} {answer['currency']}")
+        if any(row["cost"] is None for row in rows):
+            typer.echo("-: no price in the setting `prices` of the server")
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -54,7 +54,8 @@ def create_user(
     state_dir: StateDir = None,
 ) -> None:
     """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
-    change = Change("user_create", ["users", "create", name, "--role", role or "none"])
+    arguments = ["users", "create", name, "--role", role or "none"]
+    change = Change("user_create", arguments, [f"user {name}"])
     if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:
         fail(f"{name!r} has an entry already; see `tinkercloud users show {name}`")
 
@@ -121,7 +122,7 @@ def set_role(
     if role not in {*Role, "none"}:
         fail(f"role: expected one of {', '.join(Role)} or none, got {role!r}")
     limit = None if role == "none" else role
-    change = Change("user_role_set", ["users", "set-role", name, role])
+    change = Change("user_role_set", ["users", "set-role", name, role], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
         fail(_unknown(name))
 
@@ -129,7 +130,7 @@ def set_role(
 @app.command("disable")
 def disable_user(name: Name, state_dir: StateDir = None) -> None:
     """Refuse all keys of an owner from now on, on all servers. Its runs and checkpoints stay."""
-    change = Change("user_disable", ["users", "disable", name])
+    change = Change("user_disable", ["users", "disable", name], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, now())):
         fail(_unknown(name))
 
@@ -137,7 +138,7 @@ def disable_user(name: Name, state_dir: StateDir = None) -> None:
 @app.command("enable")
 def enable_user(name: Name, state_dir: StateDir = None) -> None:
     """Accept the keys of a disabled owner again."""
-    change = Change("user_enable", ["users", "enable", name])
+    change = Change("user_enable", ["users", "enable", name], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
         fail(_unknown(name))
 

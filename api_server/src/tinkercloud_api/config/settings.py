@@ -31,6 +31,7 @@ from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.config.download_settings import DownloadSettings, PublicUrl
 from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.price_settings import PriceSettings
 from tinkercloud_api.config.program_settings import ProgramSettings
 from tinkercloud_api.config.tenant_settings import TenantSettings
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
@@ -223,6 +224,8 @@ class Settings(BaseSettings):
     oidc: OidcSettings | None = None
     """Login with an OpenID provider at `/login`, which issues API keys. Default: no login. Fields:
     `issuer`, `client_id` and others of the section Login in docs/operate/users.md."""
+    prices: PriceSettings = PriceSettings()
+    """What tokens and storage cost, for `tinkercloud usage --month`."""
     tenants: dict[str, TenantSettings] = Field(
         default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
     )

@@ -290,8 +290,9 @@ class Programs:
         Raises:
             NotFound: it does not exist for this caller.
         """
-        found = await self._records.program(program_id)
-        return caller.require(found, f"program {program_id!r}")
+        found = caller.require(await self._records.program(program_id), f"program {program_id!r}")
+        caller.named_objects.add(program_id)
+        return found
 
     async def halt(self, program_id: str, caller: Principal) -> ProgramInfo:
         """Stop a program. Idempotent: a program that has ended stays as it is.

@@ -22,6 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.access.auth import Authenticator, Role, hash_key
@@ -188,7 +189,7 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs.
     """
-    engine, catalog = await _open_catalog(settings)
+    engine, catalog, audit_log = await _open_catalog(settings)
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
     store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
@@ -228,7 +229,7 @@ async def running_context(
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),
-        auditing=Auditing(AuditLog(engine), settings.audit_days),
+        auditing=Auditing(audit_log, settings.audit_days),
         tenants=tenants,
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
@@ -241,12 +242,13 @@ async def running_context(
         await catalog.close()
 
 
-async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog, AuditLog]:
     engine = open_database(settings.catalog_url)
     await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
-    return engine, catalog
+    catalog, audit_log = Catalog(engine), AuditLog(engine)
+    await server_acts.record_settings(audit_log, settings)
+    await register_bootstrap_key(catalog, audit_log, settings)
+    return engine, catalog, audit_log
 
 
 def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
@@ -333,7 +335,7 @@ def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRun
     return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
 
 
-async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
+async def register_bootstrap_key(catalog: Catalog, audit_log: AuditLog, settings: Settings) -> None:
     """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
         return
@@ -344,12 +346,18 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
             " clients can use it",
             accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
         )
+    known = await catalog.key(hash_key(key))
+    entry = None
+    if known is None or not known.is_bootstrap:
+        entry = await server_acts.begin_key(audit_log, "setting bootstrap_key")
     row, replaced = await catalog.add_bootstrap_key(
         key_hash=hash_key(key),
         name="bootstrap",
         owner="bootstrap",
         role=Role.ADMIN,
     )
+    if entry is not None:
+        await server_acts.finish_key(audit_log, entry, row, list(replaced))
     if not row.is_valid(now()):
         log.warning(
             "the configured bootstrap key was revoked or has expired and stays rejected; configure"

@@ -325,7 +325,9 @@ class Imports:
     async def _visible(self, upload_id: str, caller: Principal) -> Upload:
         # The ids of copies, which are in the same table, are ids of runs and have colons.
         found = None if ":" in upload_id else await self.catalog.upload(upload_id)
-        return caller.require(found, f"upload {upload_id!r}")
+        upload = caller.require(found, f"upload {upload_id!r}")
+        caller.named_objects.add(upload_id)
+        return upload
 
     async def _open(self, upload_id: str, caller: Principal) -> Upload:
         upload = await self._visible(upload_id, caller)

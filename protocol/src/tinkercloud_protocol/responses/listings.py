@@ -266,6 +266,33 @@ class UsageList(Answer):
     owners."""
 
 
+class BilledUsage(Answer):
+    """What an owner has used of a base model in a month, in a project or none."""
+
+    owner: str
+    project_id: str | None
+    base_model: str
+    train_tokens: int
+    """Tokens of forward_backward and of forward-only requests."""
+    prefill_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    storage_gib_months: float
+    """GiB of checkpoints, measured once a day; those kept for half of the month count half."""
+    cost: float | None
+    """In the currency of the list; null if the base model has no price."""
+
+
+class MonthUsage(Answer):
+    """GET usage/month (no SDK call)."""
+
+    month: str
+    currency: str
+    usage: list[BilledUsage]
+    total: float
+    """The sum of all known costs."""
+
+
 class ModelData(Answer):
     """What a model consists of."""
 

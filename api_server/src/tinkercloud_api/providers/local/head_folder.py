@@ -7,6 +7,7 @@ every server can detect its end, even one that did not start it.
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import zlib
@@ -18,6 +19,13 @@ from tinkercloud_api.providers.base import HeadFailed
 
 _LOG_TAIL_BYTES = 4096
 _IS_ERROR = re.compile(r'"level": "(error|critical)"|Error\b')
+
+
+def folder_of(state_dir: Path, model_name: str) -> Path:
+    """Return the folder of the head of a model, with a readable name that no other model has."""
+    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", model_name).strip("-.")[:48]
+    unique = hashlib.sha256(model_name.encode()).hexdigest()[:8]
+    return state_dir.absolute() / "heads" / f"{readable}-{unique}"
 
 
 class HeadFolder:

@@ -10,10 +10,8 @@ writing suspended runs, and no other head may replace it.
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -38,7 +36,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.providers.head_progress import describe, weight_bytes
-from tinkercloud_api.providers.local.head_folder import HeadFolder, lock_content
+from tinkercloud_api.providers.local.head_folder import HeadFolder, folder_of, lock_content
 from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
@@ -85,7 +83,7 @@ class LocalHead:
         self._settings = settings
         self._client = client
         self._record_usage = record_usage
-        self._folder = HeadFolder(settings.state_dir.absolute() / "heads" / _slug(model.name))
+        self._folder = HeadFolder(folder_of(settings.state_dir, model.name))
         self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
@@ -170,7 +168,9 @@ class LocalHead:
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         folder = self._folder
         folder.keep_log()
-        with folder.locked() as lock, folder.log.open("wb") as output:
+        with folder.locked() as lock, folder.log.open("ab") as output:
+            # Writes append, so that a program which rotates logs can truncate it later, too.
+            output.truncate(0)
             folder.reason.unlink(missing_ok=True)
             # Left behind by killed heads; the lock guarantees that none of them is running.
             await asyncio.to_thread(shutil.rmtree, folder.path / "scratch", ignore_errors=True)
@@ -194,7 +194,7 @@ class LocalHead:
             update={"orphan_grace_seconds": settings.orphan_grace_seconds}
         )
         return HeadConfig(
-            head=_slug(self._model.name),
+            head=self._folder.path.name,
             generation=generation,
             model=BaseModelSource(name=self._model.name, path=self._model.local_path or ""),
             token_file=str(self._folder.path / "token"),
@@ -371,12 +371,6 @@ class LocalHead:
                 await asyncio.wait_for(self._lease, _STOP_MARGIN_SECONDS)
         if self._process is not None:
             await self._process.wait()
-
-
-def _slug(name: str) -> str:
-    """Return a readable folder name that is unique to a model name."""
-    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", name).strip("-.")[:48]
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _head_environment() -> Mapping[str, str]:

@@ -33,4 +33,5 @@ async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
 async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
     """Revoke the key of the request, which all replicas reject from the next request on."""
     await server.authenticator.revoke(caller)
+    caller.named_objects.add(f"key {caller.key_id}")
     return {}

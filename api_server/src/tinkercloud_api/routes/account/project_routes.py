@@ -127,6 +127,7 @@ async def set_member(
     """Add a member to a project, or change its role (admins of the project)."""
     role = ProjectRole(request.role)
     await server.projects.set_member(project_id, owner, role, caller)
+    caller.named_objects.add(f"{role} {owner}")
     return {}
 
 

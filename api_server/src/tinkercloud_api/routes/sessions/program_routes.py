@@ -27,12 +27,16 @@ async def run_program(request: RunProgramRequest, server: Server, caller: Caller
                 await server.catalog.run(request.model_id), f"model {request.model_id!r}"
             )
             base_model = server.training_runs.served(run.base_model)
-            return await server.programs.run_rlve_on(
+            started = await server.programs.run_rlve_on(
                 request.rlve_config, run.id, base_model, caller
             )
+            caller.named_objects.add(started.program_id)
+            return started
     if request.base_model is not None:
         server.training_runs.served(request.base_model)
-    return await server.programs.run(request, caller)
+    started = await server.programs.run(request, caller)
+    caller.named_objects.add(started.program_id)
+    return started
 
 
 @router.get("")

@@ -6,9 +6,10 @@ import structlog
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, now
-from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.responses.listings import (
     ClientConfig,
@@ -131,7 +132,7 @@ async def finish(
 
     The runs of a client that did not end by itself are saved first.
     """
-    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    session = await _session_to_change(session_id, server, caller)
     if request.reason.type != "success" and session.finished_at is None:
         runs = await server.catalog.runs_of_session(session_id)
         await server.runs.save_interrupted(runs, now())
@@ -145,7 +146,7 @@ async def assign_project(
     session_id: str, request: AssignProject, server: Server, caller: Caller
 ) -> dict[str, str]:
     """Move a session, with its runs and checkpoints, to a project; it never leaves all projects."""
-    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    session = await _session_to_change(session_id, server, caller)
     await server.projects.move(session, request.project_id, caller)
     return {}
 
@@ -153,10 +154,16 @@ async def assign_project(
 @router.delete("/sessions/{session_id}")
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """End a session administratively (not an SDK call), but keep its checkpoints."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    await _session_to_change(session_id, server, caller)
     await server.training_runs.finish_session(session_id, "interrupted", "deleted")
     await server.custom_losses.delete(session_id)
     return {}
+
+
+async def _session_to_change(session_id: str, server: Context, caller: Principal) -> Session:
+    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    caller.named_objects.add(session_id)
+    return session
 
 
 @router.get("/sessions")
