@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest
 from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_api.commands.backup_commands import app
-from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
 from tinkercloud_api.config import pending_restore, state_folder
 from tinkercloud_api.config.pending_restore import Restore
 from tinkercloud_api.config.settings import Settings

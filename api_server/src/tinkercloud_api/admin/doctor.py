@@ -21,6 +21,7 @@ from tinkercloud_api.catalog.schema.connection import (
 )
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.providers.head_progress import resident_bytes, weight_bytes
@@ -37,9 +38,9 @@ _LOW_DISK_BYTES = 5 << 30
 _DESCRIBE_GPU = """
 import torch
 name = torch.cuda.get_device_name()
-free, total = (number / 1e9 for number in torch.cuda.mem_get_info())
+free, total = (number / 2**30 for number in torch.cuda.mem_get_info())
 built = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
-print(f"{name}, {free:.1f} of {total:.1f} GB free, {built}")
+print(f"{name}, {free:.1f} of {total:.1f} GiB free, {built}")
 """
 """Prints the GPU; without one that works, it fails with the reason as its last line."""
 
@@ -84,13 +85,13 @@ def _state_dir(settings: Settings) -> CheckResult:
 def _disk(settings: Settings) -> CheckResult:
     folder = settings.state_dir if settings.state_dir.exists() else "/"
     free = shutil.disk_usage(folder).free
-    return CheckResult("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+    return CheckResult("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{binary_size(free)} free")
 
 
 def _kept(settings: Settings) -> CheckResult:
     """Report the disk use of the state folder and how long the data is kept."""
     scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
-    heads = f"{_gigabytes(scratch)} of session heads' scratch space, kept until they restart"
+    heads = f"{binary_size(scratch)} of session heads' scratch space, kept until they restart"
     if settings.checkpoint_root is not None:
         return CheckResult("disk use", is_good=True, detail=heads)
     runs = settings.state_dir / "checkpoints" / "runs"
@@ -101,8 +102,8 @@ def _kept(settings: Settings) -> CheckResult:
     if days is not None:
         until = f"until their clients have been inactive for {days:g} days (session_expiry_days)"
     detail = (
-        f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
-        f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
+        f"{binary_size(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
+        f" {binary_size(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
         f" deleted; {heads}"
     )
     return CheckResult("disk use", is_good=True, detail=detail)
@@ -113,13 +114,13 @@ def _heads(settings: Settings) -> CheckResult:
     limits = settings.limits
     detail = (
         "in addition to its base model, a session head keeps up to"
-        f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
-        f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
+        f" {binary_size(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
+        f" {binary_size(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
         " model whose client was active in the last"
         f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
     )
     running = [
-        f"{record.parent.name} uses {_gigabytes(resident)}"
+        f"{record.parent.name} uses {binary_size(resident)}"
         for record in sorted(settings.state_dir.glob("heads/*/head.json"))
         if (resident := _resident_bytes(record)) is not None
     ]
@@ -153,21 +154,13 @@ def _room(settings: Settings) -> CheckResult:
     for name, where in settings.models.items():
         with contextlib.suppress(ModelNotFoundError):
             needed += weight_bytes(Path(resolve(name, where).local_path or ""))
-    free = _available_bytes()
-    detail = f"{_gigabytes(free)} free; the weights of the models have {_gigabytes(needed)}"
-    is_running = any(settings.state_dir.glob("heads/*/head.json"))
-    is_good = is_running or settings.trainer.device != "cpu" or needed <= free
-    if not is_good:
-        detail += ": too little; serve fewer or smaller models"
-    return CheckResult("room for models", is_good=is_good, detail=detail)
-
-
-def _available_bytes() -> int:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(each for each in lines if each.startswith("MemAvailable:"))
-        return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        preflight.check_memory(settings, needed)
+    except preflight.CannotServeError as error:
+        return CheckResult("room for models", is_good=False, detail=str(error))
+    free = binary_size(preflight.available_bytes())
+    detail = f"{free} free; the weights of the models have {binary_size(needed)}"
+    return CheckResult("room for models", is_good=True, detail=detail)
 
 
 async def _durability(settings: Settings) -> CheckResult:
@@ -219,10 +212,6 @@ def _resident_bytes(record: Path) -> int | None:
         return resident_bytes(int(json.loads(record.read_text())["pid"]))
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def _worker(settings: Settings) -> CheckResult:
@@ -277,6 +266,7 @@ def _model(name: str, where: str) -> CheckResult:
     try:
         model = resolve(name, where)
         preflight.check_weights(name, Path(model.local_path or ""))
+        preflight.check_family(name, Path(model.local_path or ""))
     except (ModelNotFoundError, preflight.CannotServeError) as error:
         return CheckResult(f"model {name}", is_good=False, detail=str(error))
     return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))

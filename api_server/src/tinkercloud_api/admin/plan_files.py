@@ -8,8 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils.logging import set_verbosity_error
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
@@ -63,11 +64,12 @@ def plan(
             model does not fit.
     """
     try:
+        fleet = parse(gpus, gpus_per_node)
         described = families.read(read_config(model))
         longest = min(_DEFAULT_SEQUENCE_LENGTH, described.max_context_length)
         return make_plan(
             described,
-            parse(gpus, gpus_per_node),
+            fleet,
             sequence_length=longest if sequence_length is None else sequence_length,
             lora_rank=lora_rank,
             slots=pool_slots,
@@ -96,14 +98,17 @@ def read_config(model: str) -> dict[str, Any]:
 def _from_hub(model: str) -> Path:
     with suppress(OSError, HFValidationError):
         return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+    # It would log each of its attempts, which the error sums up.
+    set_verbosity_error()
     try:
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:
         raise CannotPlan(unknown_model(model)) from None
     except OSError as error:
+        reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
         raise CannotPlan(
             f"{model!r} is neither a local folder nor in the local Hugging Face cache, and its"
-            f" {_CONFIG} cannot be downloaded from the hub ({type(error).__name__}); pass a folder"
+            f" {_CONFIG} cannot be downloaded from {constants.ENDPOINT} ({reason}); pass a folder"
             " that contains it, or set HF_TOKEN for a gated model"
         ) from error
 

@@ -8,6 +8,7 @@ from urllib.parse import urlencode
 import typer
 
 from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.config.readable import moment
 
 
 class Of(StrEnum):
@@ -39,7 +40,7 @@ def show_audit(
         details = entry["event_details"]
         rows.append(
             {
-                "time (UTC)": entry["timestamp"][:19].replace("T", " "),
+                "time": moment(entry["timestamp"]),
                 "owner": details["owner"],
                 "key": details["key_id"],
                 "event": entry["event"],
@@ -48,5 +49,5 @@ def show_audit(
                 **details,
             }
         )
-    columns = ["time (UTC)", "owner", "key", "event", "status", "path"]
+    columns = ["time", "owner", "key", "event", "status", "path"]
     show(rows, columns, as_json=as_json)

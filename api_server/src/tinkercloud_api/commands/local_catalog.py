@@ -5,26 +5,17 @@ import getpass
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from sqlalchemy.exc import DBAPIError
 
-from tinkercloud_api.catalog.access.audit_log import AuditLog
-from tinkercloud_api.catalog.schema.connection import (
-    CatalogUnreachableError,
-    described,
-    migrate,
-    open_database,
-)
-from tinkercloud_api.catalog.schema.tables import ApiKey
-from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.commands.shared import fail, read_settings
-from tinkercloud_api.config import state_folder
-from tinkercloud_api.config.settings import Settings
-from tinkercloud_protocol.wire.errors import Unavailable
+
+if TYPE_CHECKING:
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.store import Catalog
+    from tinkercloud_api.config.settings import Settings
 
 T = TypeVar("T")
 
@@ -47,21 +38,22 @@ class Change:
     """The command after `tinkercloud`, without secrets."""
 
 
-def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
+def with_catalog(state_dir: Path | None, work: Callable[["Catalog"], Awaitable[T]]) -> T:
     """Apply a function to the catalog, and print on standard error which catalog was used."""
     return _with_catalog(state_dir, lambda catalog, _log: work(catalog))
 
 
 def change_catalog(
-    state_dir: Path | None, change: Change, work: Callable[[Catalog], Awaitable[T]]
+    state_dir: Path | None, change: Change, work: Callable[["Catalog"], Awaitable[T]]
 ) -> T:
     """Apply a function that changes the catalog, as `with_catalog`, and record it.
 
     The entry of the audit log is written first, so that no change can happen without one. Its owner
     is `command:` and the user of this machine. `work` returns None or False for a refusal.
     """
+    from tinkercloud_api.catalog.schema import tables
 
-    async def recorded(catalog: Catalog, log: AuditLog) -> T:
+    async def recorded(catalog: "Catalog", log: "AuditLog") -> T:
         details: dict[str, object] = {
             "method": "COMMAND",
             "path": " ".join(["tinkercloud", *map(str, change.arguments)]),
@@ -70,7 +62,7 @@ def change_catalog(
         number = await log.begin(f"command:{_user()}", None, change.event, details)
         result = await work(catalog)
         outcome = {**details, "status": "done" if result else "refused"}
-        if isinstance(result, ApiKey):
+        if isinstance(result, tables.ApiKey):
             outcome["objects"] = [f"key {result.id}"]
         await log.finish(number, outcome)
         return result
@@ -85,7 +77,22 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Awaitable[T]]) -> T:
+def _with_catalog(
+    state_dir: Path | None, work: Callable[["Catalog", "AuditLog"], Awaitable[T]]
+) -> T:
+    from sqlalchemy.exc import DBAPIError
+
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.schema.connection import (
+        CatalogUnreachableError,
+        described,
+        migrate,
+        open_database,
+    )
+    from tinkercloud_api.catalog.store import Catalog
+    from tinkercloud_api.config.state_folder import StateFolderError
+    from tinkercloud_protocol.wire.errors import Unavailable
+
     settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
@@ -100,7 +107,7 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Aw
     try:
         whose = _whose_catalog(settings)
         result = asyncio.run(run())
-    except (CatalogUnreachableError, state_folder.StateFolderError) as error:
+    except (CatalogUnreachableError, StateFolderError) as error:
         fail(str(error))
     except Unavailable as error:
         if not isinstance(error.__cause__, DBAPIError):
@@ -110,8 +117,10 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Aw
     return result
 
 
-def _whose_catalog(settings: Settings) -> str:
+def _whose_catalog(settings: "Settings") -> str:
     """Return a description of the configured catalog and its server; create its folder."""
+    from tinkercloud_api.config import state_folder
+
     if settings.database_url is not None:
         return "catalog: the database of the database_url setting"
     folder = settings.state_dir.absolute()
@@ -121,8 +130,3 @@ def _whose_catalog(settings: Settings) -> str:
         return f"catalog: in {folder}, used by the server with process id {running.pid}"
     made = " (newly created)" if is_new else ""
     return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
-
-
-def moment_of(moment: datetime | None) -> str:
-    """Return a time as text; empty for None."""
-    return moment.isoformat(timespec="seconds") if moment is not None else ""

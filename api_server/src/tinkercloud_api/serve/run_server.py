@@ -17,7 +17,8 @@ import structlog
 import uvicorn
 from obstore.exceptions import BaseError
 
-from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.access.auth import hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.catalog_rebuild import has_checkpoints
 from tinkercloud_api.catalog.schema.connection import check_revision, migrate, open_database
@@ -254,6 +255,8 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     url = _url(settings, port)
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if settings.models and settings.preload:
+        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until it is ready"
     if model is None:
         lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
     if key is not None:
