@@ -107,8 +107,9 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
 
 
 def _limit(limit: dict[str, Any]) -> dict[str, str]:
-    used = "-" if limit["used"] is None else str(limit["used"])
-    return {"limit": limit["name"], "used": used, "allowed": str(limit["limit"])}
+    readable = binary_size if limit["name"].endswith("Bytes") else str
+    used = "-" if limit["used"] is None else readable(limit["used"])
+    return {"limit": limit["name"], "used": used, "allowed": readable(limit["limit"])}
 
 
 def _print_csv(base_url: str | None, api_key: str, query: Mapping[str, object]) -> None:
