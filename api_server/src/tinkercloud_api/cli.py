@@ -288,7 +288,7 @@ def list_models(
     def draw() -> None:
         found = request("GET", base_url, api_key, "get_server_capabilities")["supported_models"]
         rows = [{**model, "state": model.get("state") or "unknown"} for model in found]
-        show(rows, columns, as_json=as_json)
+        show(found if as_json else rows, columns, as_json=as_json)
 
     watch(draw, again=again)
 
