@@ -300,7 +300,7 @@ def test_a_server_says_that_it_loads_before_it_says_that_it_serves(log: str) -> 
 
 @pytest.fixture
 def frozen(model_folder: Path, tmp_path: Path) -> Iterator[tuple[Server, int]]:
-    """Return a server whose head does not go on with loading, and the head's process."""
+    """Return a server whose head does not continue to load, and the head's process."""
     with a_server(tmp_path / "frozen", {MODEL: model_folder}) as server:
         wait_until(lambda: "session head started" in server.log, "the head")
         pid = int(server.log.split("pid=")[1].split()[0])
@@ -311,7 +311,7 @@ def frozen(model_folder: Path, tmp_path: Path) -> Iterator[tuple[Server, int]]:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_who_waits_for_a_model_is_told_how_far_it_is(frozen: tuple[Server, int]) -> None:
+def test_a_client_that_waits_for_a_model_reads_how_far_it_is(frozen: tuple[Server, int]) -> None:
     server, pid = frozen
     session = server.post("create_session", {"tags": [], "sdk_version": "0.38.0"}).json()
     model = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": MODEL}
@@ -344,7 +344,8 @@ def test_a_server_that_stops_says_what_its_heads_save(model_folder: Path, tmp_pa
 
     assert "stopping a session head, which saves its runs" in server.log
     (output,) = server.state_dir.glob("heads/*/head.log")
-    assert '"progress": "1 of 1 runs saved"' in output.read_text()
+    for step in ("reading and checking the weights", "starting the sampler", "1 of 1 runs saved"):
+        assert f'"progress": "{step}"' in output.read_text()
 
 
 def cut(folder: Path) -> None:

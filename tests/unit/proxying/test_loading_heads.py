@@ -214,7 +214,7 @@ async def test_a_submission_that_waits_for_a_head_is_promised_when_the_server_st
         assert len(world.stored()) == 1
 
 
-async def test_a_poll_that_a_stopping_server_ends_says_who_goes_on(world: World) -> None:
+async def test_a_poll_that_a_stopping_server_ends_says_who_continues(world: World) -> None:
     world.provider.ready.set()
     world.settings = world.settings.model_copy(update={"timings": Timings(long_poll_seconds=500.0)})
     application = Application(world.settings, world.provider)
