@@ -126,11 +126,14 @@ def test_watch_prints_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPa
         if len(drawn) == 3:
             raise KeyboardInterrupt
 
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
     monkeypatch.setattr(shared, "_WATCH_SECONDS", 0.0)
     with pytest.raises(typer.Exit) as ended:
         shared.watch(draw, again=True)
 
     assert len(drawn) == 3
+    assert terminal.written == shared._CLEAR * 2
     assert ended.value.exit_code == 0
     drawn.clear()
     shared.watch(draw, again=False)

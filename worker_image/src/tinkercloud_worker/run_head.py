@@ -261,7 +261,7 @@ def main() -> None:
     nursery = Nursery.forked()
     logs.configure()
     # Its lines would push everything else out of the end of the log.
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     descriptors.raise_limit()
     config = read_config(Path(sys.argv[1]))
     if not config.generation:

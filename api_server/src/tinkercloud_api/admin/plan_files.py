@@ -1,6 +1,7 @@
 """Input and output of `tinkercloud plan`; the planner itself is `tinkercloud_planning`."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,7 +11,6 @@ from typing import Any
 
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils.logging import set_verbosity_error
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
@@ -99,7 +99,7 @@ def _from_hub(model: str) -> Path:
     with suppress(OSError, HFValidationError):
         return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
     # It would log each of its attempts, which the error sums up.
-    set_verbosity_error()
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:

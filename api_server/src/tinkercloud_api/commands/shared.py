@@ -39,6 +39,8 @@ ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 _FOLDED_WIDTH = 40
 """Minimum width, in characters, of a table's last column, which may wrap."""
 _WATCH_SECONDS = 2.0
+_CLEAR = "\x1b[2J\x1b[H"
+"""Clears a terminal."""
 _PART_BYTES = 1 << 20
 
 
@@ -103,7 +105,7 @@ def watch(draw: Callable[[], None], *, again: bool) -> None:
         while again:
             time.sleep(_WATCH_SECONDS)
             if sys.stdout.isatty():
-                typer.clear()
+                sys.stdout.write(_CLEAR)
             draw()
     except KeyboardInterrupt:
         raise typer.Exit from None
