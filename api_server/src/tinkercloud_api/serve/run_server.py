@@ -256,7 +256,7 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
     if settings.models and settings.preload:
-        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until it is ready"
+        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until that is done"
     if model is None:
         lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
     if key is not None:
