@@ -101,9 +101,11 @@ def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
 
 
 def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
-    rows = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+    def listed() -> list[tuple[str, str]]:
+        rows = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+        return [(row["model_name"], row["state"]) for row in rows]
 
-    assert [(row["model_name"], row["state"]) for row in rows] == [(MODEL, "ready")]
+    wait_until(lambda: listed() == [(MODEL, "ready")], "the model")
     assert MODEL in tinkercloud(server, "models", "list").stdout
 
 
