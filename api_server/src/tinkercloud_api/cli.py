@@ -10,14 +10,12 @@ import asyncio
 import json
 import re
 from collections import deque
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
 
-from tinkercloud_api.access.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
-from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.commands import (
     audit_commands,
     backup_commands,
@@ -37,20 +35,22 @@ from tinkercloud_api.commands.local_catalog import (
     Change,
     StateDir,
     change_catalog,
-    moment_of,
     with_catalog,
 )
+from tinkercloud_api.commands.progress import waiting
 from tinkercloud_api.commands.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Watch,
     fail,
     read_settings,
     request,
+    say,
     show,
+    watch,
 )
-from tinkercloud_api.config import api_logs, state_folder
-from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
+from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -139,10 +139,11 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
-    # The server takes a second to load, which other commands need not.
-    from tinkercloud_api.admin.preflight import CannotServeError  # noqa: PLC0415
-    from tinkercloud_api.providers.model_arguments import ModelNotFoundError  # noqa: PLC0415
-    from tinkercloud_api.serve import run_server  # noqa: PLC0415
+    from tinkercloud_api.admin.preflight import CannotServeError
+    from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
+    from tinkercloud_api.config import api_logs, state_folder
+    from tinkercloud_api.providers.model_arguments import ModelNotFoundError
+    from tinkercloud_api.serve import run_server
 
     api_logs.configure(settings)
     try:
@@ -198,6 +199,9 @@ def create_key(
     as_json: Json = False,
 ) -> None:
     """Create an API key and print it. It is not shown again."""
+    from tinkercloud_api.access.auth import hash_key, new_key
+    from tinkercloud_api.catalog.schema.tables import now
+
     key = new_key()
     limits = ["--role", role, "--expires", expires or "never"]
     row = change_catalog(
@@ -211,11 +215,8 @@ def create_key(
             expires_at=now() + expires if expires is not None else None,
         ),
     )
-    if as_json:
-        made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
-        typer.echo(json.dumps({**made, "expires": moment_of(row.expires_at)}))
-    else:
-        typer.echo(key)
+    made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+    say(key, {**made, "expires": moment(row.expires_at)}, as_json=as_json)
 
 
 @keys_app.command("list")
@@ -227,10 +228,10 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "name": row.name,
             "owner": row.owner,
             "role": row.role,
-            "created": moment_of(row.created_at),
-            "last used": moment_of(row.last_used_at),
-            "expires": moment_of(row.expires_at),
-            "revoked": moment_of(row.revoked_at),
+            "created": moment(row.created_at),
+            "last used": moment(row.last_used_at),
+            "expires": moment(row.expires_at),
+            "revoked": moment(row.revoked_at),
         }
         for row in with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
@@ -266,6 +267,9 @@ def rotate_key(
     as_json: Json = False,
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
+    from tinkercloud_api.access.auth import hash_key, new_key
+    from tinkercloud_api.catalog.schema.tables import now
+
     key, ends_at = new_key(), now() + overlap
     arguments = ["keys", "rotate", key_id, "--overlap", overlap]
     change = Change("key_rotate", arguments, [f"key {key_id}"])
@@ -276,18 +280,23 @@ def rotate_key(
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
-    if as_json:
-        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
-    else:
-        typer.echo(key)
+    made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+    say(key, made, as_json=as_json)
 
 
 @models_app.command("list")
-def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
-    """List the served base models."""
-    answer = request("GET", base_url, api_key, "get_server_capabilities")
-    columns = ["model_name", "max_context_length", "trainable", "sampleable"]
-    show(answer["supported_models"], columns, as_json=as_json)
+def list_models(
+    api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
+) -> None:
+    """List the served base models: whether they are ready, are loading, or have failed and why."""
+    columns = ["model_name", "max_context_length", "trainable", "sampleable", "state"]
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, "get_server_capabilities")["supported_models"]
+        rows = [{**model, "state": model.get("state") or "unknown"} for model in found]
+        show(found if as_json else rows, columns, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 @sessions_app.command("list")
@@ -300,18 +309,22 @@ def list_sessions(
         bool, typer.Option("--all", help="List the sessions of all owners (admins only).")
     ] = False,
     as_json: Json = False,
+    again: Watch = False,
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
     scope = "accessible" if everybody else "owned"
-    answer = request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
-    if as_json:
-        typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
-        return
+    path = f"session_usage?limit={limit}&access_scope={scope}"
     columns = [
         *("session", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
         *("age", "last heartbeat", "models", "memory"),
     ]
-    show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, path)["sessions"]
+        rows = [{"session": s["session_id"], **s} if as_json else _session_row(s) for s in found]
+        show(rows, columns, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
@@ -331,18 +344,14 @@ def _session_row(session: dict[str, Any]) -> dict[str, str]:
         "queue": ", ".join(waits),
         "age": run_commands.age_of(session["created_at"]),
         "state": session["state"],
-        "last heartbeat": _readable(session["last_heartbeat_at"]),
+        "last heartbeat": moment(session["last_heartbeat_at"]),
         "models": ", ".join(counts) or "none",
-        "memory": _megabytes(session["memory_bytes"]),
+        "memory": _memory(session),
     }
 
 
-def _readable(text: str) -> str:
-    return datetime.fromisoformat(text).isoformat(sep=" ", timespec="seconds")
-
-
-def _megabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
+def _memory(of: dict[str, Any]) -> str:
+    return "unknown" if of["memory_bytes"] is None else binary_size(of["memory_bytes"])
 
 
 @sessions_app.command("show")
@@ -363,7 +372,7 @@ def show_session(
             "kind": "training run",
             "id": model["model_id"],
             "state": model["state"],
-            "memory": _megabytes(model["memory_bytes"]),
+            "memory": _memory(model),
         }
         for model in usage["models"]
     ]
@@ -387,7 +396,7 @@ def show_logs(
     state_dir: StateDir = None,
 ) -> None:
     """Print the end of the log of a session head on this machine."""
-    from tinkercloud_api.providers.local.head_folder import folder_of  # noqa: PLC0415 - as above
+    from tinkercloud_api.providers.local.head_folder import folder_of
 
     settings = read_settings(state_dir=state_dir)
     if settings.provider == "kubernetes":
@@ -410,11 +419,13 @@ def show_logs(
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.admin.doctor import examine  # noqa: PLC0415 - as above
-    from tinkercloud_api.admin.machine_checks import CheckResult  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.doctor import examine
+    from tinkercloud_api.admin.machine_checks import CheckResult
+    from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 
     try:
-        results = asyncio.run(examine(load_settings(state_dir=state_dir)))
+        with waiting("checking this machine"):
+            results = asyncio.run(examine(load_settings(state_dir=state_dir)))
     except InvalidSettingsError as error:
         results = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [result.as_row() for result in results]

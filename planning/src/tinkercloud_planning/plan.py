@@ -568,7 +568,7 @@ def _why_scratch(demand: Demand) -> list[Reason]:
     needed = _head_scratch_gib(demand)
     if needed == _SCRATCH_GIB:
         return []
-    size = f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB"
+    size = f"{_SNAPSHOTS} snapshots of {gib(_state(demand))}"
     share = WHOLE_MODEL_SHARE if demand.lora_rank is None else JOURNALS_SHARE - JOURNAL_SHARE
     why = (
         f"{size} may take {share:.0%} of it; with less, the run is not durable (head.durability)"
@@ -581,7 +581,7 @@ def _why_scratch(demand: Demand) -> list[Reason]:
 
 def _why_saving(demand: Demand) -> Reason:
     state, rate = demand.slots * _state(demand), STORE_BYTES_PER_SECOND // 1_000_000
-    why = f"{state / 1e9:.1f} GB of values and moments at {rate} MB/s, twice that, and a minute"
+    why = f"{gib(state)} of values and moments at {rate} MB/s, twice that, and a minute"
     return Reason("suspendSeconds", str(suspend_seconds(state)), why)
 
 
@@ -598,8 +598,7 @@ def _why_disk_and_start(demand: Demand, fleet: Fleet, division: Division) -> lis
         Reason(
             "disk",
             f"{scratch} GiB in all",
-            f"scratch space; each of {pods} pods downloads {size / 1e9:.1f} GB, except from a"
-            " volume",
+            f"scratch space; each of {pods} pods downloads {gib(size)}, except from a volume",
         ),
         Reason(
             "start",

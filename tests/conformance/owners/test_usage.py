@@ -14,6 +14,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_api.config.readable import moment
 from tinkercloud_testing.sdk_steps import a_datum, score, step
 from tinkercloud_testing.servers import API_KEY, TRAINERS, Server, a_server
 from tinkercloud_testing.waiting import wait_until
@@ -252,3 +253,27 @@ def test_the_command_lists_usage_and_storage(own_server: Server, ann: str) -> No
     assert training.model_id in text
     assert {"ann", "trained", "cached", "checkpoints"} <= set(text.split())
     assert total(json.loads(by_day)["usage"]) == expected
+
+
+def test_usage_of_a_time_is_printed_as_a_table_and_as_csv(own_server: Server, ann: str) -> None:
+    expected = total(usage_of(own_server, ann))
+    step(a_training_client(own_server, ann))
+    expected["trained_tokens"] += DATUM_TOKENS
+    await_usage(own_server, ann, expected)
+
+    def printed(*options: str) -> str:
+        caller = ("--base-url", own_server.url, "--api-key", ann)
+        return own_server.command("usage", "--by", "hour", *caller, *options)
+
+    rows = list(csv.DictReader(io.StringIO(printed("--csv", "--since", "2020-01-01"))))
+
+    listed = usage_of(own_server, ann, by="hour")
+    assert [(row["starts_at"], row["owner"]) for row in rows] == [
+        (each["starts_at"], "ann") for each in listed
+    ]
+    assert [int(row["trained_tokens"]) for row in rows] == [
+        each["trained_tokens"] for each in listed
+    ]
+    assert moment(listed[0]["starts_at"]) in printed("--until", "9000-01-01T12:00")
+    assert not list(csv.DictReader(io.StringIO(printed("--csv", "--until", "2020-01-01"))))
+    assert json.loads(printed("--json", "--until", "2020-01-01"))["usage"] == []

@@ -15,7 +15,8 @@ from sqlalchemy import Connection
 
 from tinkercloud_api.access import auth
 from tinkercloud_api.access.access_tokens import AccessTokens
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema import connection

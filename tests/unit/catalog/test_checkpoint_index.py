@@ -13,7 +13,8 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 from sqlalchemy import update
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database

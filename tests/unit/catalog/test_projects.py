@@ -8,7 +8,8 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.access.access_tokens import AccessTokens
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.project_rows import Claim
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database

@@ -13,7 +13,8 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 
 from tinkercloud_api.access import failed_logins
-from tinkercloud_api.access.auth import Principal, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Principal, hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.routes import health
 from tinkercloud_api.routes.checkpoints import run_routes

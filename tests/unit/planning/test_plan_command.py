@@ -180,7 +180,7 @@ def test_a_plan_has_the_time_that_a_head_needs_to_save(qwen3_8b: str) -> None:
 
     assert adapter["suspendSeconds"] == 120
     assert whole["suspendSeconds"] == 18 * 60
-    assert "suspendSeconds 1080 98.3 GB of values and moments at 200 MB/s" in printed
+    assert "suspendSeconds 1080 91.5 GiB of values and moments at 200 MB/s" in printed
 
 
 def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> None:
@@ -303,7 +303,7 @@ def test_both_snapshots_of_a_whole_model_fit_the_scratch_space_of_its_plan(qwen3
     assert room is not None
     assert 2 * state <= room <= 3 * state
     printed = " ".join(run(qwen3_8b, "--gpus", "8xH100", "--full").output.split())
-    assert "scratch space 322 GiB of the head 2 snapshots of 98.3 GB may take 60%" in printed
+    assert "scratch space 322 GiB of the head 2 snapshots of 91.5 GiB may take 60%" in printed
     assert planned(qwen3_8b, "--gpus", "8xH100")["spec"]["head"]["resources"]["scratch"] == "16Gi"
 
 

@@ -214,6 +214,24 @@ async def test_a_submission_that_waits_for_a_head_is_promised_when_the_server_st
         assert len(world.stored()) == 1
 
 
+async def test_a_poll_that_a_stopping_server_ends_says_who_continues(world: World) -> None:
+    world.provider.ready.set()
+    world.settings = world.settings.model_copy(update={"timings": Timings(long_poll_seconds=500.0)})
+    application = Application(world.settings, world.provider)
+    async with served(application) as world.url:
+        model_id = (await world.training_client()).model_id
+        polls = application._running().long_polls
+        world.provider.ready.clear()
+        body = {"request_id": f"{model_id}:1"}
+        poll = asyncio.create_task(post(world, routes.RETRIEVE_FUTURE, body))
+        await until(lambda: len(polls) == 1)
+        polls.shut_down()
+
+        status, answer = await poll
+    assert (status, answer["queue_state"]) == (408, "paused_capacity")
+    assert "the server is stopping; the next server process" in answer["queue_state_reason"]
+
+
 async def test_promised_requests_outlast_a_cluster_that_rejects_their_head_for_a_time(
     world: World,
 ) -> None:

@@ -77,6 +77,9 @@ def test_an_unknown_key_in_the_file_is_rejected(
     [
         ("TINKERCLOUD_MODLES", "did you mean TINKERCLOUD_MODELS?"),
         ("TINKERCLOUD_LIMITS__MAX_LORA_RNK", "did you mean TINKERCLOUD_LIMITS__MAX_LORA_RANK?"),
+        ("TINKERCLOUD_LIMIT__MAX_LORA_RANK", "did you mean TINKERCLOUD_LIMITS__MAX_LORA_RANK?"),
+        ("TINKERCLOUD_LIMITS_MAX_LORA_RANK", "did you mean TINKERCLOUD_LIMITS__MAX_LORA_RANK?"),
+        ("TINKERCLOUD_MAX_LORA_RANK", "did you mean TINKERCLOUD_LIMITS__MAX_LORA_RANK?"),
         ("TINKERCLOUD_XYZZY", "see docs/operate/configuration.md"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 from tinkercloud_api.access.access_tokens import PREFIX, AccessTokens
 from tinkercloud_api.access.access_versions import AccessVersions
 from tinkercloud_api.access.mutations import is_mutation
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
@@ -28,17 +29,6 @@ REMEMBERED_SECONDS = 10.0
 does not respond. Changes of keys, users and projects take effect at the next request, on all
 servers."""
 _MAX_CACHED = 10_000
-
-
-class Role(StrEnum):
-    """What a key may do."""
-
-    USER = "user"
-    """Everything with its owner's objects."""
-    ADMIN = "admin"
-    """Also read and delete the objects of all owners."""
-    READ_ONLY = "read-only"
-    """Only read its owner's objects."""
 
 
 _BY_RIGHTS = (Role.READ_ONLY, Role.USER, Role.ADMIN)

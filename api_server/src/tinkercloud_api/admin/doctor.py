@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.schema.connection import (
 )
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.providers.head_progress import resident_bytes
@@ -63,13 +64,13 @@ def _disk(settings: Settings) -> CheckResult:
     free = shutil.disk_usage(folder).free
     is_good = free >= _LOW_DISK_BYTES
     remedy = "" if is_good else "delete old checkpoints, or choose another state folder"
-    return CheckResult("disk", is_good=is_good, detail=f"{free >> 30} GiB free", remedy=remedy)
+    return CheckResult("disk", is_good=is_good, detail=f"{binary_size(free)} free", remedy=remedy)
 
 
 def _kept(settings: Settings) -> CheckResult:
     """Report the disk use of the state folder and how long the data is kept."""
     scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
-    heads = f"{_gigabytes(scratch)} of session heads' scratch space, kept until they restart"
+    heads = f"{binary_size(scratch)} of session heads' scratch space, kept until they restart"
     if settings.checkpoint_root is not None:
         return CheckResult("disk use", is_good=True, detail=heads)
     runs = settings.state_dir / "checkpoints" / "runs"
@@ -80,8 +81,8 @@ def _kept(settings: Settings) -> CheckResult:
     if days is not None:
         until = f"until their clients have been inactive for {days:g} days (session_expiry_days)"
     detail = (
-        f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
-        f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
+        f"{binary_size(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
+        f" {binary_size(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
         f" deleted; {heads}"
     )
     return CheckResult("disk use", is_good=True, detail=detail)
@@ -92,13 +93,13 @@ def _heads(settings: Settings) -> CheckResult:
     limits = settings.limits
     detail = (
         "in addition to its base model, a session head keeps up to"
-        f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
-        f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
+        f" {binary_size(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
+        f" {binary_size(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
         " model whose client was active in the last"
         f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
     )
     running = [
-        f"{record.parent.name} uses {_gigabytes(resident)}"
+        f"{record.parent.name} uses {binary_size(resident)}"
         for record in sorted(settings.state_dir.glob("heads/*/head.json"))
         if (resident := _resident_bytes(record)) is not None
     ]
@@ -154,10 +155,6 @@ def _resident_bytes(record: Path) -> int | None:
         return resident_bytes(int(json.loads(record.read_text())["pid"]))
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def _worker(settings: Settings) -> CheckResult:
@@ -216,6 +213,7 @@ def _model(name: str, where: str) -> CheckResult:
     try:
         model = resolve(name, where)
         preflight.check_weights(name, Path(model.local_path or ""))
+        preflight.check_family(name, Path(model.local_path or ""))
     except (ModelNotFoundError, preflight.CannotServeError) as error:
         return CheckResult(f"model {name}", is_good=False, detail=str(error))
     return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))

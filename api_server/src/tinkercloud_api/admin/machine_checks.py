@@ -21,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.catalog.schema.connection import open_database
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_progress import weight_bytes
 from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
@@ -91,7 +92,7 @@ class Gpus:
     def describe(self) -> str:
         """Return them in one line."""
         each = [
-            f"{name}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free"
+            f"{name}, {binary_size(free)} of {binary_size(total)} free"
             for name, free, total in zip(self.names, self.free, self.total, strict=True)
         ]
         return f"{'; '.join(each)}; torch {self.torch} for CUDA {self.cuda}, {_driver()}"
@@ -157,25 +158,14 @@ def _room(settings: Settings, gpus: Gpus | None) -> CheckResult:
     for name, where in settings.models.items():
         with contextlib.suppress(ModelNotFoundError):
             needed += weight_bytes(Path(resolve(name, where).local_path or ""))
-    free, what = (_available_bytes(), "memory") if gpus is None else (gpus.free[0], "GPU memory")
-    detail = f"{_gigabytes(free)} of {what} free; the weights have {_gigabytes(needed)}"
+    free = preflight.available_bytes() if gpus is None else gpus.free[0]
+    what = "memory" if gpus is None else "GPU memory"
+    detail = f"{binary_size(free)} of {what} free; the weights have {binary_size(needed)}"
     is_running = any(settings.state_dir.glob("heads/*/head.json"))
     if is_running or needed <= free:
         return CheckResult("room for models", is_good=True, detail=detail)
     remedy = "serve fewer or smaller models, or end other programs that use this memory"
     return CheckResult("room for models", is_good=False, detail=detail, remedy=remedy)
-
-
-def _available_bytes() -> int:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(each for each in lines if each.startswith("MemAvailable:"))
-        return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
 
 
 def disk_speed(folder: Path) -> CheckResult:

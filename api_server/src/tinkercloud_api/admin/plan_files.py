@@ -1,6 +1,7 @@
 """Input and output of `tinkercloud plan`; the planner itself is `tinkercloud_planning`."""
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -141,6 +142,8 @@ def read_config(model: str) -> dict[str, Any]:
 def _from_hub(model: str) -> Path:
     with suppress(OSError, HFValidationError):
         return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+    # It would log each of its attempts, which the error sums up.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         # One attempt, so that a machine without a network is told at once.
         get_hf_file_metadata(hf_hub_url(model, _CONFIG))
@@ -154,9 +157,10 @@ def _from_hub(model: str) -> Path:
             f" {_CONFIG}, or set HF_ENDPOINT to a mirror"
         ) from error
     except OSError as error:
+        reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
         raise CannotPlan(
             f"{model!r} is neither a local folder nor in the local Hugging Face cache, and its"
-            f" {_CONFIG} cannot be downloaded from the hub ({type(error).__name__}); pass a folder"
+            f" {_CONFIG} cannot be downloaded from {constants.ENDPOINT} ({reason}); pass a folder"
             " that contains it, or set HF_TOKEN for a gated model"
         ) from error
 

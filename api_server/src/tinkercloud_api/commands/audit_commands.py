@@ -6,20 +6,23 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.catalog.access.audit_chain import Mark
 from tinkercloud_api.commands.local_catalog import StateDir, verify_audit_log
 from tinkercloud_api.commands.shared import BaseUrl, Json, fail, request, show
+from tinkercloud_api.config.readable import moment
+
+if TYPE_CHECKING:
+    from tinkercloud_api.catalog.access.audit_chain import Mark
 
 app = typer.Typer(invoke_without_command=True)
 
 _PAGE = 10_000
 _MOMENT = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
-_COLUMNS = ("time (UTC)", "owner", "key", "event", "status", "path", "objects")
+_COLUMNS = ("time", "owner", "key", "event", "status", "path", "objects")
 _FIELDS = (
     *("number", "timestamp", "owner", "key_id", "key_name", "role", "address", "event"),
     *("status", "method", "path", "objects", "project_ids", "hash"),
@@ -75,8 +78,8 @@ def show_audit(
         query["day"] = day.date().isoformat()
     else:
         bounds = {"since": since, "until": until}
-        given = {name: moment for name, moment in bounds.items() if moment is not None}
-        query |= {name: moment.replace(tzinfo=UTC).isoformat() for name, moment in given.items()}
+        given = {name: time for name, time in bounds.items() if time is not None}
+        query |= {name: moment(time.replace(tzinfo=UTC)) for name, time in given.items()}
     entries = _entries(query, base_url, api_key)
     if as_json:
         for entry in entries:
@@ -122,7 +125,9 @@ def verify_audit(
         raise typer.Exit(1)
 
 
-def _mark(text: str) -> Mark:
+def _mark(text: str) -> "Mark":
+    from tinkercloud_api.catalog.access.audit_chain import Mark
+
     number, _, digest = text.partition(":")
     if not number.isdecimal() or not digest:
         fail(f"--contains: expected NUMBER:HASH as `audit verify` prints it, got {text!r}")
@@ -143,7 +148,7 @@ def _entries(query: dict[str, str], base_url: str | None, api_key: str) -> Itera
 
 def _row(entry: dict[str, Any]) -> dict[str, str]:
     return {
-        "time (UTC)": entry["timestamp"][:19].replace("T", " "),
+        "time": moment(entry["timestamp"]),
         "owner": entry["owner"],
         "key": str(entry["key_id"] or ""),
         "event": entry["event"],

@@ -7,27 +7,18 @@ import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from sqlalchemy.exc import DBAPIError
 
-from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict
-from tinkercloud_api.catalog.access.audit_log import AuditLog
-from tinkercloud_api.catalog.schema.connection import (
-    CatalogUnreachableError,
-    described,
-    migrate,
-    open_database,
-)
-from tinkercloud_api.catalog.schema.tables import ApiKey
-from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.commands.shared import fail, read_settings
-from tinkercloud_api.config import state_folder
-from tinkercloud_api.config.settings import Settings
-from tinkercloud_protocol.wire.errors import Unavailable
+
+if TYPE_CHECKING:
+    from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.store import Catalog
+    from tinkercloud_api.config.settings import Settings
 
 T = TypeVar("T")
 
@@ -52,25 +43,27 @@ class Change:
     """What it changes, such as `key 7`; new keys are added."""
 
 
-def with_catalog(state_dir: Path | None, work: Callable[[Catalog], Awaitable[T]]) -> T:
+def with_catalog(state_dir: Path | None, work: Callable[["Catalog"], Awaitable[T]]) -> T:
     """Apply a function to the catalog, and print on standard error which catalog was used."""
     return _with_catalog(state_dir, lambda catalog, _log: work(catalog))
 
 
 def change_catalog(
-    state_dir: Path | None, change: Change, work: Callable[[Catalog], Awaitable[T]]
+    state_dir: Path | None, change: Change, work: Callable[["Catalog"], Awaitable[T]]
 ) -> T:
     """Apply a function that changes the catalog, as `with_catalog`, and record it.
 
     The entry of the audit log is written first, so that no change can happen without one. `work`
     returns None or False for a refusal.
     """
+    from tinkercloud_api.catalog.schema import tables
+    from tinkercloud_protocol.wire.errors import Unavailable
 
-    async def recorded(catalog: Catalog, log: AuditLog) -> T:
+    async def recorded(catalog: "Catalog", log: "AuditLog") -> T:
         details = _details(change, "no response yet")
         entry = await log.begin(command_owner(), None, change.event, details)
         result = await work(catalog)
-        made = [f"key {result.id}"] if isinstance(result, ApiKey) else []
+        made = [f"key {result.id}"] if isinstance(result, tables.ApiKey) else []
         outcome = {"status": "done" if result else "refused", "objects": [*change.objects, *made]}
         try:
             await log.finish(entry, outcome)
@@ -82,7 +75,7 @@ def change_catalog(
     return _with_catalog(state_dir, recorded)
 
 
-def verify_audit_log(state_dir: Path | None, mark: Mark | None) -> Verdict:
+def verify_audit_log(state_dir: Path | None, mark: "Mark | None") -> "Verdict":
     """Check the audit log, as `with_catalog`.
 
     Args:
@@ -98,6 +91,9 @@ def record_in_file(catalog: Path, change: Change, status: str) -> None:
     The command continues with a warning if that is impossible: a backup is needed most when the
     catalog can't be written.
     """
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.schema.connection import described, open_database
+    from tinkercloud_protocol.wire.errors import Unavailable
 
     async def record() -> None:
         engine = open_database(f"sqlite+aiosqlite:///{catalog}")
@@ -139,7 +135,22 @@ def command_owner() -> str:
         return f"command:{os.getuid()}"
 
 
-def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Awaitable[T]]) -> T:
+def _with_catalog(
+    state_dir: Path | None, work: Callable[["Catalog", "AuditLog"], Awaitable[T]]
+) -> T:
+    from sqlalchemy.exc import DBAPIError
+
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.schema.connection import (
+        CatalogUnreachableError,
+        described,
+        migrate,
+        open_database,
+    )
+    from tinkercloud_api.catalog.store import Catalog
+    from tinkercloud_api.config.state_folder import StateFolderError
+    from tinkercloud_protocol.wire.errors import Unavailable
+
     settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
@@ -154,7 +165,7 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Aw
     try:
         whose = _whose_catalog(settings)
         result = asyncio.run(run())
-    except (CatalogUnreachableError, state_folder.StateFolderError) as error:
+    except (CatalogUnreachableError, StateFolderError) as error:
         fail(str(error))
     except Unavailable as error:
         if not isinstance(error.__cause__, DBAPIError):
@@ -164,8 +175,10 @@ def _with_catalog(state_dir: Path | None, work: Callable[[Catalog, AuditLog], Aw
     return result
 
 
-def _whose_catalog(settings: Settings) -> str:
+def _whose_catalog(settings: "Settings") -> str:
     """Return a description of the configured catalog and its server; create its folder."""
+    from tinkercloud_api.config import state_folder
+
     if settings.database_url is not None:
         return "catalog: the database of the database_url setting"
     folder = settings.state_dir.absolute()
@@ -175,8 +188,3 @@ def _whose_catalog(settings: Settings) -> str:
         return f"catalog: in {folder}, used by the server with process id {running.pid}"
     made = " (newly created)" if is_new else ""
     return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
-
-
-def moment_of(moment: datetime | None) -> str:
-    """Return a time as text; empty for None."""
-    return moment.isoformat(timespec="seconds") if moment is not None else ""

@@ -4,8 +4,8 @@ import json
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from tinkercloud_api.commands.progress import waiting
 from tinkercloud_api.commands.shared import Json, fail
 
 PoolSlots = Annotated[
@@ -49,7 +49,7 @@ def plan_model(
 ) -> None:
     """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
     # The planner and the hub's client take a while to load, which other commands need not.
-    from tinkercloud_api.admin import plan_files  # noqa: PLC0415
+    from tinkercloud_api.admin import plan_files
 
     wanted = plan_files.Wanted(
         gpus=gpus,
@@ -65,12 +65,15 @@ def plan_model(
         plan_files.serving if serve else plan_files.training_only if train_only else plan_files.plan
     )
     try:
-        plan = plans(model, wanted)
+        with waiting(f"reading config.json of {model} from the hub"):
+            plan = plans(model, wanted)
         manifest = plan_files.manifest(plan, model) if as_json else None
     except plan_files.CannotPlan as error:
         fail(str(error))
     if manifest is not None:
         typer.echo(json.dumps(manifest, indent=2))
         return
+    from rich.console import Console
+
     for part in plan_files.report(plan, wanted, gpu_price):
         Console(emoji=False).print(part, highlight=False)

@@ -1,15 +1,23 @@
 """`tinkercloud runs`: how the runs of a server are doing; save, stop and continue them."""
 
 import json
-import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
 import typer
-from rich.console import Console
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    Watch,
+    fail,
+    request,
+    show,
+    watch,
+)
+from tinkercloud_api.config.readable import binary_size
 
 app = typer.Typer(
     help="List, save, stop and continue the runs of a running server.", no_args_is_help=True
@@ -19,8 +27,7 @@ _COLUMNS = [
     *("run", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
     *("age", "last seen"),
 ]
-_CHECKPOINT_COLUMNS = ["step", "automatic", "bytes", "saved", "path"]
-_WATCH_SECONDS = 2.0
+_CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
 _CONTINUABLE = {"live", "suspended", "on disk", "dedicated"}
@@ -71,9 +78,7 @@ def list_runs(
     everybody: Annotated[
         bool, typer.Option("--all", help="List the runs of all owners (admins only).")
     ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Repeat every two seconds, until Ctrl-C.")
-    ] = False,
+    again: Watch = False,
     as_json: Json = False,
 ) -> None:
     """List runs: the last used first, and those that have ended last."""
@@ -81,15 +86,13 @@ def list_runs(
     query = {"limit": str(limit), "access_scope": scope}
     if owner is not None:
         query["owner"] = owner
-    while True:
-        answer = request("GET", base_url, api_key, f"runs?{urlencode(query)}")
-        found: list[dict[str, Any]] = answer["runs"]
-        if watch and not as_json:
-            Console().clear()
+    path = f"runs?{urlencode(query)}"
+
+    def draw() -> None:
+        found: list[dict[str, Any]] = request("GET", base_url, api_key, path)["runs"]
         show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
-        if not watch:
-            return
-        time.sleep(_WATCH_SECONDS)
+
+    watch(draw, again=again)
 
 
 def _row(run: dict[str, Any]) -> dict[str, object]:
@@ -135,7 +138,7 @@ def show_run(
         {
             "step": each["step"],
             "automatic": "yes" if each["is_automatic"] else "no",
-            "bytes": each["size_bytes"],
+            "size": binary_size(each["size_bytes"]),
             "saved": f"{age_of(each['time'])} ago",
             "path": each["tinker_path"],
         }
@@ -244,7 +247,7 @@ def _say_wait(what: str, run: dict[str, Any]) -> None:
     """Say what the command waits for: a large model takes minutes."""
     if run["state"] in _CONTINUABLE:
         size = run["memory_bytes"]
-        place = f"{run['state']}, {size / 1e6:.1f} MB" if size else run["state"]
+        place = f"{run['state']}, {binary_size(size)}" if size else run["state"]
         typer.echo(f"{what} a model of {run['base_model']} ({place}) ...", err=True)
 
 

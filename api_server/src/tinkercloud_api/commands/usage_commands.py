@@ -3,13 +3,17 @@
 import csv
 import json
 import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import count
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.config.readable import binary_size, moment
 
 
 class By(StrEnum):
@@ -21,6 +25,9 @@ class By(StrEnum):
     PROJECT = "project"
 
 
+_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
+_PAGE = 1000
+"""Rows of a request with --csv, which are all in the end."""
 _AMOUNTS = {
     "trained": "trained_tokens",
     "forward": "forward_tokens",
@@ -58,6 +65,14 @@ def show_usage(
     everybody: Annotated[
         bool, typer.Option("--all", help="List the usage of all owners (admins only).")
     ] = False,
+    since: Annotated[
+        datetime | None,
+        typer.Option(formats=_FORMATS, help="Only from this hour on, in UTC.", show_default=False),
+    ] = None,
+    until: Annotated[
+        datetime | None,
+        typer.Option(formats=_FORMATS, help="Only before this time, in UTC.", show_default=False),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of rows to list.")] = 100,
     month: Annotated[
         str | None,
@@ -68,19 +83,26 @@ def show_usage(
         ),
     ] = None,
     as_json: Json = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print a month as CSV.")] = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print all rows as CSV, without storage and limits.")
+    ] = False,
 ) -> None:
     """List the tokens and the time of the engine that were used, the storage, and the limits."""
+    if as_csv and as_json:
+        fail("--csv, --json: choose one of them")
     if month is not None:
         scope = "accessible" if everybody else "owned"
         asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
         _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
         return
-    if as_csv:
-        raise typer.BadParameter("only together with --month", param_hint="--csv")
     query = {"by": str(by), "limit": limit, "access_scope": "accessible" if everybody else "owned"}
+    times = {"since": since, "until": until}
+    query |= {name: moment(t.replace(tzinfo=UTC)) for name, t in times.items() if t is not None}
     if owner is not None:
         query["owner"] = owner
+    if as_csv:
+        _print_csv(base_url, api_key, query)
+        return
     answer = request("GET", base_url, api_key, f"usage?{urlencode(query)}")
     if as_json:
         typer.echo(json.dumps(answer))
@@ -89,7 +111,7 @@ def show_usage(
     columns = [what, "owner", *_AMOUNTS, "engine", "base model"]
     show([_row(each, what) for each in answer["usage"]], columns, as_json=False)
     storage = [
-        {"owner": s["owner"], "checkpoints": s["checkpoints"], "size": _megabytes(s["size_bytes"])}
+        {"owner": s["owner"], "checkpoints": s["checkpoints"], "size": binary_size(s["size_bytes"])}
         for s in answer["storage"]
     ]
     show(storage, ["owner", "checkpoints", "size"], as_json=False)
@@ -105,9 +127,8 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
         "model": usage["model_id"] or "(base model)",
         "project": usage["project_id"] or "(none)",
     }
-    period = usage["starts_at"].removesuffix("Z").replace("T", " ")
     return {
-        what: firsts.get(what, period),
+        what: firsts.get(what, moment(usage["starts_at"])),
         "owner": usage["owner"],
         **{column: str(usage[name]) for column, name in _AMOUNTS.items()},
         "engine": f"{usage['engine_seconds']:.1f} s",
@@ -116,12 +137,24 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
 
 
 def _limit(limit: dict[str, Any]) -> dict[str, str]:
-    used = "-" if limit["used"] is None else str(limit["used"])
-    return {"limit": limit["name"], "used": used, "allowed": str(limit["limit"])}
+    readable = binary_size if limit["name"].endswith("Bytes") else str
+    used = "-" if limit["used"] is None else readable(limit["used"])
+    return {"limit": limit["name"], "used": used, "allowed": readable(limit["limit"])}
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
+def _print_csv(base_url: str | None, api_key: str, query: Mapping[str, object]) -> None:
+    """Print all rows of a query, with the fields of the API as columns."""
+    names = ["starts_at", "ends_at", "owner", "project_id", "base_model", "model_id"]
+    columns = [*names, *_AMOUNTS.values(), "engine_seconds"]
+    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+    for offset in count(step=_PAGE):
+        page = urlencode({**query, "limit": _PAGE, "offset": offset})
+        rows = request("GET", base_url, api_key, f"usage?{page}")["usage"]
+        if offset == 0:
+            writer.writeheader()
+        writer.writerows(rows)
+        if len(rows) < _PAGE:
+            return
 
 
 def _show_month(

@@ -505,10 +505,22 @@ def _unknown(path: str) -> str:
 
 def _nearest(path: str) -> str | None:
     """Return the setting whose name is most like an unknown one; None if there is none like it."""
-    group, dot, _ = path.rpartition(".")
-    table = _table_of(_field(group)) if group else Settings
-    names = [f"{group}{dot}{name}" for name in (table.model_fields if table else ())]
-    return next(iter(difflib.get_close_matches(path, names, 1)), None)
+    paths = list(_paths(Settings))
+    # Some write one underscore where two belong, or leave the table out.
+    plain = path.replace(".", "_")
+    alike = {each.replace(".", "_"): each for each in paths}
+    alike |= {each.rpartition(".")[2]: each for each in paths}
+    if plain in alike:
+        return alike[plain]
+    return next(iter(difflib.get_close_matches(path, paths, 1)), None)
+
+
+def _paths(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all settings of a table, such as `limits.max_lora_rank`."""
+    for name, field in table.model_fields.items():
+        yield f"{prefix}{name}"
+        if (inner := _table_of(field)) is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
 
 
 def _json_errors() -> Iterator[str]:

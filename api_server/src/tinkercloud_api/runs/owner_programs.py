@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 
 import structlog
 
-from tinkercloud_api.access.auth import Authenticator, Principal, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, Principal, hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Program

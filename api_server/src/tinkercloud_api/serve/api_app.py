@@ -25,9 +25,10 @@ from starlette.types import ASGIApp
 from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key
+from tinkercloud_api.access.auth import Authenticator, hash_key
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.runs.admission import RunQuotas
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog

@@ -18,7 +18,8 @@ import uvicorn
 from obstore.exceptions import BaseError
 
 from tinkercloud_api.access import server_acts
-from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.access.auth import hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.catalog_rebuild import has_checkpoints
 from tinkercloud_api.catalog.access.audit_log import AuditLog
@@ -258,6 +259,8 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     url = _url(settings, port)
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if settings.models and settings.preload:
+        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until that is done"
     if model is None:
         lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
     if key is not None:

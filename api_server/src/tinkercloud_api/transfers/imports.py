@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.tables import Upload, now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.runs.training_runs import TrainingRuns

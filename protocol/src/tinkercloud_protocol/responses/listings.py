@@ -61,7 +61,10 @@ class SupportedModel(Answer):
     trainable: bool = True
     sampleable: bool = True
     reads_images: bool = False
-    """Whether prompts may contain images. The SDK does not know this field."""
+    """Whether prompts may contain images. The SDK does not know this field, nor the next one."""
+    state: str | None = None
+    """`ready`; `loading`, with how far it is; or `failed`, with the reason. None on Kubernetes,
+    where each run has a session head of its own."""
 
 
 class ServerCapabilities(Answer):

@@ -9,6 +9,7 @@ requests.
 Shape legend: B rows of a batch, T positions, D hidden size, R concatenated positions, V vocabulary.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -57,6 +58,8 @@ from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
 from tinkercloud_worker.vision.spans import Images, ImageSpan
+
+log = logging.getLogger(__name__)
 
 
 class TorchBaseModel:
@@ -147,7 +150,9 @@ class TorchBaseModel:
             UnsupportedModelError: this engine does not compute the architecture correctly, or the
                 files do not match the configuration.
         """
+        log.info("loading", extra={"progress": "reading and checking the weights"})
         model = load_pretrained(path, dtype)
+        log.info("loading", extra={"progress": "comparing its results with those of transformers"})
         nn.Module.to(model, torch.device(device))
         base = cls(model, packed=packed)
         base.fingerprint = fingerprint_of(path)

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import re
 import zlib
@@ -92,6 +93,14 @@ class HeadFolder:
             return self.reason.read_text().strip() or None
         return None
 
+    def progress(self) -> str | None:
+        """Return what the head has logged last about how far it is; None if it has not yet."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in reversed(self._log_lines()):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    return str(json.loads(line)["progress"])
+        return None
+
     def logged_error(self) -> str | None:
         """Return the last error that the head has logged, if any."""
         errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
@@ -103,7 +112,9 @@ class HeadFolder:
         return f"status {code}, and its log ends with {(lines or ['nothing'])[-1][:500]}"
 
     def _log_lines(self) -> list[str]:
-        tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            tail = log.read().decode(errors="replace")
         return [line for line in tail.splitlines() if line.strip()]
 
 

@@ -62,6 +62,7 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
                 model_name=name,
                 max_context_length=model.max_context_length,
                 reads_images=model.reads_images,
+                state=server.provider.state_of(model),
             )
             for model in server.provider.models()
             for name in model.names
