@@ -6,6 +6,7 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
@@ -17,6 +18,7 @@ router = APIRouter(prefix="/api/v1", tags=["usage"])
 
 
 @router.get("/usage")
+@names_no_object
 async def show_usage(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,

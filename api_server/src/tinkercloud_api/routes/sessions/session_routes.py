@@ -6,10 +6,12 @@ import structlog
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
+from tinkercloud_api.access.effects import READS, WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.responses.listings import (
     ClientConfig,
     CreateSessionAnswer,
@@ -71,6 +73,8 @@ class Telemetry(BaseModel):
 
 
 @router.post("/client/config")
+@declares(READS)
+@names_no_object
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     """Return the flags that the SDK requests at startup."""
     settings = server.settings
@@ -81,12 +85,15 @@ async def client_config(server: Server, _caller: Caller) -> ClientConfig:
 
 
 @router.post("/client/dynamic_config")
+@declares(READS)
+@names_no_object
 async def dynamic_config(_caller: Caller) -> DynamicConfig:
     """Return the flags that the SDK requests periodically."""
     return DynamicConfig()
 
 
 @router.post("/create_session")
+@declares(changes("session_create"))
 async def create_session(
     request: Annotated[CreateSession, Body(default_factory=CreateSession)],
     server: Server,
@@ -111,7 +118,8 @@ async def create_session(
     return CreateSessionAnswer(session_id=session.id)
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", responses=statuses("410"))
+@declares(WORKS)
 async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
     """Record that a session's client is alive; return 410 if the session has ended."""
     session = caller.require(
@@ -124,6 +132,7 @@ async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[
 
 
 @router.post("/sessions/{session_id}/finish")
+@declares(changes("session_finish"))
 async def finish(
     session_id: str, request: Finish, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -135,6 +144,7 @@ async def finish(
 
 
 @router.put("/sessions/{session_id}/project")
+@declares(changes("project_session_assign"))
 async def assign_project(
     session_id: str, request: AssignProject, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -145,6 +155,7 @@ async def assign_project(
 
 
 @router.delete("/sessions/{session_id}")
+@declares(changes("session_delete"))
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """End a session administratively (not an SDK call), but keep its checkpoints."""
     caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
@@ -154,6 +165,7 @@ async def delete_session(session_id: str, server: Server, caller: Caller) -> dic
 
 
 @router.get("/sessions")
+@names_no_object
 async def list_sessions(
     server: Server,
     caller: Caller,
@@ -181,6 +193,8 @@ async def show_session(session_id: str, server: Server, caller: Caller) -> Sessi
 
 
 @router.post("/telemetry")
+@declares(READS)
+@names_no_object
 async def telemetry(request: Telemetry, _caller: Caller) -> dict[str, str]:
     """Accept the SDK's reports and log the crashes of clients."""
     for event in request.events:
