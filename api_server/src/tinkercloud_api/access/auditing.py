@@ -15,7 +15,7 @@ import structlog
 from starlette.types import Scope
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.access.mutations import audited_event
+from tinkercloud_api.access.effects import Effect
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.tables import ApiKey, AuditEntry
 from tinkercloud_protocol.wire.asgi import Message, Send
@@ -35,10 +35,13 @@ class Auditing:
     days: int
     """How long entries are kept."""
 
-    async def recorded(self, principal: Principal, scope: Scope, send: Send) -> Send:
-        """Record a request before it runs.
+    async def recorded(
+        self, effect: Effect, principal: Principal, scope: Scope, send: Send
+    ) -> Send:
+        """Record a request before it runs, if the audit log keeps those of its effect.
 
         Args:
+            effect: what it does.
             principal: the caller, who knows the objects that the request used.
             scope: the request.
             send: receives its response (ASGI).
@@ -49,8 +52,7 @@ class Auditing:
         Raises:
             Unavailable: the entry could not be written; the request must not run.
         """
-        method, path = scope["method"], scope["path"]
-        event = audited_event(method, path)
+        method, path, event = scope["method"], scope["path"], effect.event
         if event is None:
             return send
         details: dict[str, Any] = {

@@ -36,7 +36,7 @@ class Change:
     """What a command changes in the catalog, for the audit log."""
 
     event: str
-    """`<resource>_<action>`, as in `mutations`."""
+    """`<resource>_<action>`, as in `Effect.event`."""
     arguments: Sequence[object]
     """The command after `tinkercloud`, without secrets."""
     objects: Sequence[str] = ()

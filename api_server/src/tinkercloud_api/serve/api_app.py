@@ -6,7 +6,7 @@
 /traces/...              routes.sessions.traces: traces of sessions, by signed URLs
 /downloads/...           routes.checkpoints.download_routes: files of checkpoints, by signed URLs
 /healthz /readyz /livez  routes.health
-/openapi.json            web.openapi: the API description
+/openapi.json            serve.openapi: the API description
 /metrics                 web.middleware.metrics_server, on a port of its own
 """
 
@@ -90,7 +90,7 @@ from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
 from tinkercloud_api.serve import assembly
-from tinkercloud_api.serve.hot_routes import HOT_ROUTES
+from tinkercloud_api.serve.openapi import describe
 from tinkercloud_api.serve.route_table import Row, table
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -99,7 +99,6 @@ from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web import error_handlers
 from tinkercloud_api.web.long_polls import LongPolls
 from tinkercloud_api.web.middleware import metrics_server
-from tinkercloud_api.web.openapi import describe
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.future_responses import QueueState
@@ -142,9 +141,6 @@ class Application:
             redoc_url=None,
             redirect_slashes=False,
         )
-        hot = [(each.method, each.path, each.summary) for each in HOT_ROUTES if each.summary]
-        # As FastAPI documents it.
-        api.openapi = partial(describe, api, hot)  # type: ignore[method-assign]
         for module in _ROUTED:
             api.include_router(module.router)
         if settings.oidc is not None:
@@ -152,6 +148,8 @@ class Application:
         error_handlers.install(api)
         self.route_table: list[Row] = table(api.routes)
         """All routes of the server."""
+        # As FastAPI documents it.
+        api.openapi = partial(describe, api, self.route_table)  # type: ignore[method-assign]
         outside = assembly.Outside(settings, self._running, api.routes)
         self._asgi: ASGIApp = api
         for layer in reversed(assembly.MIDDLEWARE):

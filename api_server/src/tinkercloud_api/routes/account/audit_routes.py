@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.access.audit_log import AuditQuery
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
@@ -26,6 +27,7 @@ _PREFIXES = {
 
 
 @router.get("/audit")
+@names_no_object
 async def show_audit(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,

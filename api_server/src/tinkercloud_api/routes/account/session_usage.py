@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Server
@@ -19,6 +20,7 @@ LIVE = timedelta(minutes=2)
 
 
 @router.get("/session_usage")
+@names_no_object
 async def list_usage(
     server: Server,
     caller: Caller,

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
@@ -25,6 +26,7 @@ _MAX_BILLED = 100_000
 
 
 @router.get("/usage")
+@names_no_object
 async def show_usage(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
@@ -61,6 +63,7 @@ async def show_usage(  # noqa: PLR0917 - query parameters
 
 
 @router.get("/usage/month")
+@names_no_object
 async def show_month(
     server: Server,
     caller: Caller,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Body, Query
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes, declares, names_no_object
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
@@ -15,6 +16,7 @@ from tinkercloud_api.heads.run_states import Whereabouts
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes.account.session_usage import LIVE
 from tinkercloud_api.routes.requests.call import wait_for_head
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.training_requests import TrainingName
@@ -49,7 +51,8 @@ class StopRun(WireModel):
     """Whether the run is only suspended until its next request, rather than saved and deleted."""
 
 
-@router.get("/runs")
+@router.get("/runs", responses=statuses("404"))
+@names_no_object
 async def list_runs(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
@@ -73,7 +76,8 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
 
 
-@router.post("/runs/{run_id}/save")
+@router.post("/runs/{run_id}/save", responses=statuses("410"))
+@declares(changes("checkpoint_write"))
 async def save_run(
     run_id: str,
     request: Annotated[SaveRun, Body(default_factory=SaveRun)],
@@ -88,7 +92,8 @@ async def save_run(
     return RunSaved(tinker_path=saved.tinker_path, step=saved.step)
 
 
-@router.post("/runs/{run_id}/stop")
+@router.post("/runs/{run_id}/stop", responses=statuses("410"))
+@declares(changes("run_stop"))
 async def stop_run(
     run_id: str,
     request: Annotated[StopRun, Body(default_factory=StopRun)],

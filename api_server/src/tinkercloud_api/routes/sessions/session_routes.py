@@ -7,10 +7,12 @@ from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import READS, WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, now
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.responses.listings import (
     ClientConfig,
     CreateSessionAnswer,
@@ -72,6 +74,8 @@ class Telemetry(BaseModel):
 
 
 @router.post("/client/config")
+@declares(READS)
+@names_no_object
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     """Return the flags that the SDK requests at startup."""
     settings = server.settings
@@ -82,12 +86,15 @@ async def client_config(server: Server, _caller: Caller) -> ClientConfig:
 
 
 @router.post("/client/dynamic_config")
+@declares(READS)
+@names_no_object
 async def dynamic_config(_caller: Caller) -> DynamicConfig:
     """Return the flags that the SDK requests periodically."""
     return DynamicConfig()
 
 
 @router.post("/create_session")
+@declares(changes("session_create"))
 async def create_session(
     request: Annotated[CreateSession, Body(default_factory=CreateSession)],
     server: Server,
@@ -112,7 +119,8 @@ async def create_session(
     return CreateSessionAnswer(session_id=session.id)
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", responses=statuses("410"))
+@declares(WORKS)
 async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
     """Record that a session's client is alive; return 410 if the session has ended."""
     session = caller.require(
@@ -125,6 +133,7 @@ async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[
 
 
 @router.post("/sessions/{session_id}/finish")
+@declares(changes("session_finish"))
 async def finish(
     session_id: str, request: Finish, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -142,6 +151,7 @@ async def finish(
 
 
 @router.put("/sessions/{session_id}/project")
+@declares(changes("project_session_assign"))
 async def assign_project(
     session_id: str, request: AssignProject, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -152,6 +162,7 @@ async def assign_project(
 
 
 @router.delete("/sessions/{session_id}")
+@declares(changes("session_delete"))
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """End a session administratively (not an SDK call), but keep its checkpoints."""
     await _session_to_change(session_id, server, caller)
@@ -167,6 +178,7 @@ async def _session_to_change(session_id: str, server: Context, caller: Principal
 
 
 @router.get("/sessions")
+@names_no_object
 async def list_sessions(
     server: Server,
     caller: Caller,
@@ -194,6 +206,8 @@ async def show_session(session_id: str, server: Server, caller: Caller) -> Sessi
 
 
 @router.post("/telemetry")
+@declares(READS)
+@names_no_object
 async def telemetry(request: Telemetry, _caller: Caller) -> dict[str, str]:
     """Accept the SDK's reports and log the crashes of clients."""
     for event in request.events:
