@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.requests.sampling_requests import SamplingParams
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel
+from tinkercloud_worker.chat.answer_rules import Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.conversation import (
     MAX_MESSAGES,
     Asked,
@@ -40,7 +41,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
-    "output_config": ({},),
     "speed": ("standard",),
 }
 _Blocks = str | Items[dict[str, Any]]
@@ -60,10 +60,33 @@ class AnthropicTool(WireModel):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class _ToolChoice(WireModel):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: Name | None = None
+    """The tool of type "tool"."""
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> "_ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name: required with type tool, and only then")
+        return self
+
+
+class _OutputFormat(WireModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _OutputConfig(WireModel):
+    """The form of the text of an answer. Other settings of the output are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: _OutputFormat | None = None
 
 
 class CountTokensRequest(WireModel):
@@ -73,12 +96,13 @@ class CountTokensRequest(WireModel):
     messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: _Blocks | None = None
     tools: Annotated[Items[AnthropicTool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
-    tool_choice: _ToolChoice | None = None
+    tool_choice: _ToolChoice = _ToolChoice()
+    output_config: _OutputConfig = _OutputConfig()
 
     @property
     def used_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call, as chat templates receive them."""
-        if self.tool_choice is not None and self.tool_choice.type == "none":
+        if self.tool_choice.type == "none":
             return []
         return [
             {
@@ -123,6 +147,17 @@ class MessagesRequest(CountTokensRequest):
         Raises:
             InvalidRequest: the conversation has content that is not supported.
         """
+        form = self.output_config.format
+        functions = [
+            Function(
+                tool.name,
+                tool.input_schema,
+                f"tools.{index}.input_schema",
+                is_strict=bool(tool.strict),
+            )
+            for index, tool in enumerate(self.tools)
+        ]
+        rule = rule_of(functions, self._choice, form and form.schema_, "output_config")
         return Asked(
             model=self.model,
             prompts=[self.tokens(text)],
@@ -136,7 +171,14 @@ class MessagesRequest(CountTokensRequest):
             stops=tuple(self.stop_sequences),
             streams=self.stream,
             parses_tools=bool(self.used_tools),
+            rule=rule,
         )
+
+    @property
+    def _choice(self) -> ToolChoice:
+        choice = self.tool_choice
+        kind = {"any": "required", "tool": "named"}.get(choice.type, choice.type)
+        return ToolChoice(kind, choice.name, choice.disable_parallel_tool_use)
 
 
 def _unsupported(where: str, kind: object, accepted: str) -> InvalidRequest:

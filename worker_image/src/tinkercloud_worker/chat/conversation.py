@@ -11,6 +11,7 @@ from tinkercloud_protocol.requests.sampling_requests import Chunk, SamplingParam
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import read_body
 from tinkercloud_protocol.wire.json_model import WireModel, describe
+from tinkercloud_worker.chat.answer_rules import AnswerRule
 from tinkercloud_worker.chat.text import ChatText, ShownText
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
@@ -43,6 +44,8 @@ class Asked:
     top_logprobs: int = 0
     streams: bool = False
     parses_tools: bool = False
+    rule: AnswerRule | None = None
+    """The forms that the answer may have; None for any text."""
     echoed: Sequence[str] | None = None
     """The text of each prompt, which the answer begins with; None if it does not."""
     scores_prompts: bool = False
