@@ -21,7 +21,7 @@ MAX_DEPTH = 64
 """Maximum nesting of a schema, in objects and lists."""
 _MAX_NUMBER = 1 << 53
 """The grammar would round larger numbers."""
-_SPACES = r"[ ]?|\r?\n[ \t]{0,64}"
+_SPACES = r"[ ]?|\r?\n[ \t]{0,32}"
 """White space between two parts of JSON. Without a limit, a sample could consist of spaces."""
 _HEADER = "%llguidance {}"
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -180,10 +180,10 @@ def source_of(rule: AnswerRule, reasoning: Reasoning) -> str:
     if rule.json_schema is not None:
         forms.append("json")
     lines = [_HEADER, f"start: {_thought(rule, reasoning)}({' | '.join(forms)})"]
-    if rule.has_text or reasoning is not Reasoning.NONE:
-        lines += [_TEXT, _AFTER_THINKING]
-        lines += [f"tag[lazy]: TEXT {_text(HERMES_CALL)}"]
-        lines += [f"thought[lazy]: TEXT {_text(THINK_END)}"]
+    if rule.has_text:
+        lines += [_TEXT, f"tag[lazy]: TEXT {_text(HERMES_CALL)}"]
+    elif reasoning is not Reasoning.NONE:
+        lines += [_TEXT, f"thought[lazy]: TEXT {_text(THINK_END)}", _AFTER_THINKING]
     for number, function in enumerate(rule.functions):
         name = json.dumps(function.name, ensure_ascii=False)
         begin = _text(f'\n{{"name": {name}, "arguments": ')

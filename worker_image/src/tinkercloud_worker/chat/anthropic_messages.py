@@ -24,6 +24,7 @@ from tinkercloud_worker.chat.conversation import (
     read_object,
 )
 from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.thoughts import Thought
 from tinkercloud_worker.chat.tool_calls import ToolCall
 
 IGNORED = frozenset(
@@ -157,7 +158,8 @@ class MessagesRequest(CountTokensRequest):
             )
             for index, tool in enumerate(self.tools)
         ]
-        rule = rule_of(functions, self._choice, form and form.schema_, "output_config")
+        schema = None if form is None else form.schema_
+        rule = rule_of(functions, self._choice, schema, "output_config")
         return Asked(
             model=self.model,
             prompts=[self.tokens(text)],
@@ -265,8 +267,8 @@ class MessageAnswer:
         self._model = asked.model
         self._num_prompt_tokens = len(asked.prompts[0])
         self._blocks: list[dict[str, Any]] = []
-        self._is_open = False
-        """Whether the stream is within a block of text."""
+        self._open: str | None = None
+        """The type of the block that the stream is within: "text" or "thinking"; None for none."""
         self._sent = 0
 
     def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
@@ -275,10 +277,11 @@ class MessageAnswer:
         for part in parts:
             if isinstance(part, ToolCall):
                 self._blocks.append(_tool_use(part))
-            elif self._blocks and self._blocks[-1]["type"] == "text":
-                self._blocks[-1]["text"] += part
-            else:
-                self._blocks.append({"type": "text", "text": part})
+                continue
+            kind = _kind_of(part)
+            if not self._blocks or self._blocks[-1]["type"] != kind:
+                self._blocks.append(_empty(kind))
+            self._blocks[-1][kind] += part
 
     def keep_prompt(self, index: int, text: str, scored: Sequence[object]) -> None:
         """Do nothing: messages do not repeat their prompt."""
@@ -297,16 +300,17 @@ class MessageAnswer:
     def _events(self, part: str | ToolCall) -> list[bytes]:
         events = []
         if isinstance(part, str):
-            if not self._is_open:
-                self._is_open = True
-                events.append(self._start({"type": "text", "text": ""}))
-            delta = {"type": "text_delta", "text": part}
+            kind = _kind_of(part)
+            if self._open != kind:
+                events += [self._stop(), self._start(_empty(kind))]
+                self._open = kind
+            delta = {"type": f"{kind}_delta", kind: str(part)}
             return [*events, _event("content_block_delta", index=self._sent, delta=delta)]
         delta = {"type": "input_json_delta", "partial_json": part.arguments_json}
         events.append(self._stop())
         events.append(self._start({**_tool_use(part), "input": {}}))
         events.append(_event("content_block_delta", index=self._sent, delta=delta))
-        self._is_open = True
+        self._open = "tool_use"
         events.append(self._stop())
         return events
 
@@ -314,9 +318,9 @@ class MessageAnswer:
         return _event("content_block_start", index=self._sent, content_block=block)
 
     def _stop(self) -> bytes:
-        if not self._is_open:
+        if self._open is None:
             return b""
-        self._is_open = False
+        self._open = None
         self._sent += 1
         return _event("content_block_stop", index=self._sent - 1)
 
@@ -357,6 +361,17 @@ class MessageAnswer:
             "stop_sequence": stop_sequence,
             "usage": usage,
         }
+
+
+def _kind_of(part: str) -> str:
+    """Return the type of the block that has a part, which is also the name of its text there."""
+    return "thinking" if isinstance(part, Thought) else "text"
+
+
+def _empty(kind: str) -> dict[str, Any]:
+    if kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "thinking", "thinking": "", "signature": ""}
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

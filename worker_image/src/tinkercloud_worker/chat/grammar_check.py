@@ -3,8 +3,8 @@
 llguidance limits what a step costs, but a few schemas overflow its stack, or make it compute for
 hours. So each grammar is tried here once, with limits of the kernel, before the head compiles it.
 
-Reads a JSON list of grammars from stdin. Writes the index and the error of the first that can't be
-compiled, as a JSON list, or an empty list.
+Reads a JSON list of grammars from stdin. Writes a line with the index of each before it is tried,
+and the error of the first that can't be compiled.
 """
 
 import json
@@ -35,16 +35,25 @@ class _Bytes:
         return list(text.encode() if isinstance(text, str) else text)
 
 
-def first_failure(sources: Sequence[str]) -> list[int | str]:
-    """Return the index and the error of the first grammar that fails; empty if none does."""
+def compiled(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Compile a grammar, and compute what its first token may be: some fail only there.
+
+    The matcher has an error if the grammar fails.
+    """
+    matcher = LLMatcher(tokenizer, source, limits=LIMITS, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def _check(sources: Sequence[str]) -> None:
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()))
     for index, source in enumerate(sources):
-        matcher = LLMatcher(tokenizer, source, limits=LIMITS, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            return [index, matcher.get_error()]
-    return []
+        sys.stdout.write(f"{index}\n")
+        sys.stdout.flush()
+        if error := compiled(tokenizer, source).get_error():
+            sys.stdout.write(error)
+            return
 
 
 def main() -> None:
@@ -52,7 +61,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    sys.stdout.write(json.dumps(first_failure(json.load(sys.stdin))))
+    _check(json.load(sys.stdin))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ several. Tokens that a client does not see, and those that end a turn, are never
 """
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 from tinkercloud_worker.chat.answer_rules import AnswerRule, schemas_of, source_of
-from tinkercloud_worker.chat.grammar_check import LIMITS, SECONDS
+from tinkercloud_worker.chat.grammar_check import SECONDS, compiled
 from tinkercloud_worker.chat.text import ChatText
 
 _KEPT = 64
@@ -27,6 +28,8 @@ _KEPT = 64
 _PATIENCE_SECONDS = 120
 """For a process that may use `SECONDS` of a busy machine."""
 _SHOWN_CHARACTERS = 300
+_INDICES = re.compile(r"(?:(\d+)\n)+(.*)", re.DOTALL)
+"""The output of a check: the last index, and an error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,13 +149,13 @@ class Grammars:
                 return self._kept[source]
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(text, ends, field)
-        _check([*schemas, (field, source)])
-        template = LLMatcher(self._tokenizer, source, limits=LIMITS, log_level=0)
-        if not template.is_error():
-            # Some schemas fail only at the first token.
-            template.compute_bitmask()
-        if template.is_error():
-            raise InvalidRequest(_too_complex(field, template.get_error()))
+            tokenizer = self._tokenizer
+        sources = [*schemas, (field, source)]
+        _check(sources)
+        for place, each in sources:
+            template = compiled(tokenizer, each)
+            if error := template.get_error():
+                raise InvalidRequest(_too_complex(place, error))
         with self._lock:
             grammar = self._kept[source] = Grammar(source, field, template, text.num_tokens)
             while len(self._kept) > _KEPT:
@@ -184,13 +187,14 @@ def _check(sources: Sequence[tuple[str, str]]) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"the grammar of a request can't be checked now: {error}") from None
+    indices = _INDICES.match(ended.stdout.decode())
+    if indices is None:
+        raise Unavailable(f"the check of grammars failed: {ended.stderr.decode()[-1000:]}")
+    field = sources[int(indices[1])][0]
     if ended.returncode:
-        raise InvalidRequest(_too_complex(sources[0][0], f"more than {SECONDS} s or 1 GiB"))
-    if found := json.loads(ended.stdout):
-        index, why = found
-        raise InvalidRequest(
-            f"{sources[index][0]}: this JSON schema can't be enforced: {_reason(why)}"
-        )
+        raise InvalidRequest(_too_complex(field, f"more than {SECONDS} s or 1 GiB"))
+    if why := indices[2]:
+        raise InvalidRequest(f"{field}: this JSON schema can't be enforced: {_reason(why)}")
 
 
 def _too_complex(field: str, why: str) -> str:
@@ -202,4 +206,5 @@ def _too_complex(field: str, why: str) -> str:
 def _reason(error: str) -> str:
     """Return what llguidance says, without the lines of our grammar that it shows."""
     said = error.partition("failed to compile JSON schema: ")[2] or error
-    return said.partition("\n   1 | ")[0].partition("\n<non-verbose")[0][:_SHOWN_CHARACTERS].strip()
+    said = said.partition("\n   1 | ")[0].partition("\n<non-verbose")[0]
+    return " ".join(said.split())[:_SHOWN_CHARACTERS]

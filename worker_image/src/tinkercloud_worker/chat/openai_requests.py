@@ -4,6 +4,7 @@ https://platform.openai.com/docs/api-reference/chat/create
 https://platform.openai.com/docs/api-reference/completions/create
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -180,6 +181,21 @@ class _NamedTool(WireModel):
     function: _NamedFunction
 
 
+def _a_choice(choice: object) -> object:
+    """Return a value unless it is no choice of tools; errors of a union name each alternative."""
+    names_function = (
+        isinstance(choice, dict)
+        and choice.get("type") == "function"
+        and isinstance(choice.get("function"), dict)
+        and isinstance(choice["function"].get("name"), str)
+    )
+    if names_function or choice in ("auto", "none", "required"):
+        return choice
+    raise ValueError(
+        'must be "auto", "none", "required" or {"type": "function", "function": {"name": NAME}}'
+    )
+
+
 class _JsonSchema(WireModel):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     schema_: dict[str, Any] = Field(alias="schema")
@@ -198,7 +214,7 @@ class _ResponseFormat(WireModel):
         return self
 
     @property
-    def schema_of_text(self) -> dict[str, Any] | None:
+    def schema_of_text(self) -> Mapping[str, Any] | None:
         """The JSON schema of the text; None if it may be any text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
@@ -226,7 +242,9 @@ class ChatCompletionRequest(_Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[Items[OpenAITool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool = "auto"
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | _NamedTool, BeforeValidator(_a_choice)
+    ] = "auto"
     parallel_tool_calls: bool = True
     response_format: _ResponseFormat = _ResponseFormat(type="text")
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above

@@ -1,4 +1,4 @@
-"""The interface of a grammar: which tokens may come next in a sample that must have a given form."""
+"""The interface of a grammar: which tokens may come next in a sample that must have a form."""
 
 from collections.abc import Collection
 from typing import Protocol

@@ -25,8 +25,8 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SampledToken,
     SamplingRequest,
 )
-from tinkercloud_worker.engine.sampling.token_grammar import TokenMatcher
 from tinkercloud_worker.engine.sampling.stopping import StopStringSearch
+from tinkercloud_worker.engine.sampling.token_grammar import TokenMatcher
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.captured_steps import CapturedSteps, GraphCapturer
