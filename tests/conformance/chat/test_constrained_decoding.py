@@ -17,16 +17,17 @@ from pydantic import BaseModel, Field
 from tinkercloud_testing.chat import LONG_CHAT_MODEL
 from tinkercloud_testing.servers import API_KEY, Server
 
+MODEL = LONG_CHAT_MODEL
 QUESTION: Any = [{"role": "user", "content": "Which one?"}]
 SHORT = {"type": "string", "maxLength": 6}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 
 
-def an_object(optional: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
+def an_object(**properties: Any) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
-        "required": [name for name in properties if name not in optional],
+        "required": list(properties),
         "additionalProperties": False,
     }
 
@@ -57,7 +58,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "any of": {"anyOf": [an_object(a=DIGIT), an_object(b=SHORT), {"type": "null"}]},
     "all of": {"allOf": [an_object(a=DIGIT, b=SHORT), {"required": ["a"]}]},
     "one of": an_object(v={"oneOf": [DIGIT, {"type": "boolean"}]}),
-    "optional": an_object(("b", "c"), a=DIGIT, b=SHORT, c={"type": "boolean"}),
+    "optional": {**an_object(a=DIGIT, b=SHORT, c={"type": "boolean"}), "required": ["a"]},
     "nullable": an_object(a={"type": ["integer", "null"], "minimum": -9, "maximum": 9}),
     "names beyond ASCII": an_object(**{"größe": DIGIT, "名前": SHORT, "🙂": {"type": "null"}}),
     "values beyond ASCII": an_object(city={"enum": ["Zürich", "東京", "São Paulo", "🙂🙃"]}),
@@ -81,7 +82,7 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     wanted = {
-        "model": LONG_CHAT_MODEL,
+        "model": MODEL,
         "messages": QUESTION,
         "max_completion_tokens": 400,
         "seed": 3,
@@ -126,7 +127,7 @@ def test_the_openai_package_parses_an_answer_into_a_model_whole_and_streamed(
     openai_client: openai.OpenAI,
 ) -> None:
     fields: Any = {
-        "model": LONG_CHAT_MODEL,
+        "model": MODEL,
         "messages": QUESTION,
         "seed": 4,
         "response_format": Whole,
@@ -178,7 +179,7 @@ def test_logprobs_are_those_of_the_model_without_the_schema(
     choice = ask(openai_client, logprobs=True, top_logprobs=2, **fields).choices[0]
     prompt = "user: Which one?\nassistant: "
     scored = openai_client.completions.create(
-        model=LONG_CHAT_MODEL,
+        model=MODEL,
         prompt=prompt + choice.message.content,
         echo=True,
         logprobs=2,
@@ -242,7 +243,7 @@ def test_the_openai_package_parses_the_arguments_of_a_strict_tool(
 ) -> None:
     tool: Any = openai.pydantic_function_tool(Part, name="part")
     answer = openai_client.chat.completions.parse(
-        model=LONG_CHAT_MODEL,
+        model=MODEL,
         messages=QUESTION,
         tools=[tool],
         tool_choice="required",
@@ -275,15 +276,16 @@ def test_the_anthropic_package_gets_the_calls_and_the_json_that_it_asks_for(
         {"name": "ping", "input_schema": an_object()},
     ]
     fields: Any = {
-        "model": LONG_CHAT_MODEL,
+        "model": MODEL,
         "messages": QUESTION,
         "max_tokens": 300,
         "tools": tools,
     }
-    for choice in (
+    choices: tuple[Any, ...] = (
         {"type": "any", "disable_parallel_tool_use": True},
         {"type": "tool", "name": "weather"},
-    ):
+    )
+    for choice in choices:
         message: Any = anthropic_client.messages.create(**fields, tool_choice=choice)
         with anthropic_client.messages.stream(**fields, tool_choice=choice) as stream:
             streamed: Any = stream.get_final_message()
@@ -297,7 +299,7 @@ def test_the_anthropic_package_gets_the_calls_and_the_json_that_it_asks_for(
     assert {block.type for block in none.content} == {"text"}
     config: Any = {"format": {"type": "json_schema", "schema": SCHEMAS["nested"]}}
     message = anthropic_client.messages.create(
-        model=LONG_CHAT_MODEL, messages=QUESTION, max_tokens=300, output_config=config
+        model=MODEL, messages=QUESTION, max_tokens=300, output_config=config
     )
     jsonschema.validate(json.loads(message.content[0].text), SCHEMAS["nested"])
 
@@ -307,7 +309,7 @@ def test_a_recorded_session_has_the_exact_tokens_and_the_models_own_logprobs(
 ) -> None:
     headers = {"X-API-Key": API_KEY}
     sessions = f"{chat_server.url}/oai/sessions"
-    created = httpx.post(sessions, json={"model": LONG_CHAT_MODEL}, headers=headers).json()
+    created = httpx.post(sessions, json={"model": MODEL}, headers=headers).json()
     base = f"{sessions}/{created['id']}"
     with openai.OpenAI(base_url=f"{base}/v1", api_key=API_KEY, max_retries=0) as client:
         fields = {"response_format": schema_format(SCHEMAS["enum"]), "logprobs": True}

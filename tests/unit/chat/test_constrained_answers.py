@@ -54,7 +54,8 @@ def a_grammar(
 
 def a_request(grammar: Grammar | None, seed: int = 1, **fields: Any) -> SamplingRequest:
     changes = fields.pop("changes", None)
-    request = a_sampling_request(PROMPT, max_tokens=400, seed=seed, top_logprobs=2, **fields)
+    fields = {"max_tokens": 400, "top_logprobs": 2, **fields}
+    request = a_sampling_request(PROMPT, seed=seed, **fields)
     request = replace(request, grammar=grammar)
     return request if changes is None else replace(request, changes=changes)
 
@@ -77,7 +78,7 @@ async def test_samples_of_one_batch_each_have_their_form_and_the_models_logprobs
     with an_engine(model(), tmp_path) as engine:
         await engine.sampler.publish("base", None)
         requests = [
-            a_request(grammar, num_samples=3),
+            a_request(grammar, num_samples=2),
             a_request(grammar, temperature=0.0),
             a_request(grammar, top_k=3, top_p=0.5, seed=2),
             a_request(grammar, changes=LogitChanges(2.0, bias=((10, -100.0),)), seed=3),
@@ -109,8 +110,8 @@ async def test_samples_without_a_grammar_are_the_same_to_the_bit_in_such_company
         await publish_adapter(engine, "adapter", seed=3)
 
         async def sampled(company: Grammar | None) -> list[Any]:
-            requests = [a_request(None, seed=each) for each in range(4)]
-            others = [a_request(company, seed=9 + each) for each in range(3)]
+            requests = [a_request(None, seed=each, max_tokens=20) for each in range(4)]
+            others = [a_request(company, seed=9 + each, max_tokens=20) for each in range(3)]
             results = await asyncio.gather(
                 *[engine.sampler.sample("base", each) for each in requests],
                 *[engine.sampler.sample("adapter", each) for each in others],

@@ -6,6 +6,7 @@ several. Tokens that a client does not see, and those that end a turn, are never
 """
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -23,10 +24,13 @@ from tinkercloud_worker.chat.answer_rules import AnswerRule, schemas_of, source_
 from tinkercloud_worker.chat.grammar_check import SECONDS, compiled
 from tinkercloud_worker.chat.text import ChatText
 
+log = logging.getLogger(__name__)
+
 _KEPT = 64
 """Compiled grammars that are kept: agents send the same tools in each turn."""
 _PATIENCE_SECONDS = 120
 """For a process that may use `SECONDS` of a busy machine."""
+_NO_CHECK = "the session head can't check JSON schemas now; send the request again"
 _SHOWN_CHARACTERS = 300
 _INDICES = re.compile(r"(?:(\d+)\n)+(.*)", re.DOTALL)
 """The output of a check: the last index, and an error."""
@@ -186,10 +190,12 @@ def _check(sources: Sequence[tuple[str, str]]) -> None:
             command, input=asked, capture_output=True, timeout=_PATIENCE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Unavailable(f"the grammar of a request can't be checked now: {error}") from None
+        log.warning("grammars can't be checked", extra={"error": str(error)})
+        raise Unavailable(_NO_CHECK) from None
     indices = _INDICES.match(ended.stdout.decode())
     if indices is None:
-        raise Unavailable(f"the check of grammars failed: {ended.stderr.decode()[-1000:]}")
+        log.error("the check of grammars failed", extra={"error": ended.stderr.decode()[-1000:]})
+        raise Unavailable(_NO_CHECK)
     field = sources[int(indices[1])][0]
     if ended.returncode:
         raise InvalidRequest(_too_complex(field, f"more than {SECONDS} s or 1 GiB"))
