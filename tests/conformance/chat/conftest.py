@@ -9,7 +9,6 @@ import tinker
 
 from tinkercloud_testing.chat import (
     CHAT_MODEL,
-    LONG_CHAT_MODEL,
     SAYING_MODEL,
     a_chat_model,
     a_saying_model,
@@ -31,8 +30,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     special = ["<tool_call>", "</tool_call>", "<|im_start|>"]
     folders = {
-        CHAT_MODEL: a_chat_model(models / "chat"),
-        LONG_CHAT_MODEL: a_chat_model(models / "long-chat", positions=2048),
+        CHAT_MODEL: a_chat_model(models / "chat", positions=2048),
         SAYING_MODEL: a_saying_model(models / "saying", _SAID, special),
     }
     with a_server(tmp_path_factory.mktemp("chat"), folders, {}) as running:

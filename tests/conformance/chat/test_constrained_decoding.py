@@ -14,10 +14,9 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tinkercloud_testing.chat import LONG_CHAT_MODEL
+from tinkercloud_testing.chat import CHAT_MODEL
 from tinkercloud_testing.servers import API_KEY, Server
 
-MODEL = LONG_CHAT_MODEL
 QUESTION: Any = [{"role": "user", "content": "Which one?"}]
 SHORT = {"type": "string", "maxLength": 6}
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
@@ -82,7 +81,7 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 
 def ask(client: openai.OpenAI, **fields: Any) -> Any:
     wanted = {
-        "model": MODEL,
+        "model": CHAT_MODEL,
         "messages": QUESTION,
         "max_completion_tokens": 400,
         "seed": 3,
@@ -127,7 +126,7 @@ def test_the_openai_package_parses_an_answer_into_a_model_whole_and_streamed(
     openai_client: openai.OpenAI,
 ) -> None:
     fields: Any = {
-        "model": MODEL,
+        "model": CHAT_MODEL,
         "messages": QUESTION,
         "seed": 4,
         "response_format": Whole,
@@ -179,7 +178,7 @@ def test_logprobs_are_those_of_the_model_without_the_schema(
     choice = ask(openai_client, logprobs=True, top_logprobs=2, **fields).choices[0]
     prompt = "user: Which one?\nassistant: "
     scored = openai_client.completions.create(
-        model=MODEL,
+        model=CHAT_MODEL,
         prompt=prompt + choice.message.content,
         echo=True,
         logprobs=2,
@@ -243,7 +242,7 @@ def test_the_openai_package_parses_the_arguments_of_a_strict_tool(
 ) -> None:
     tool: Any = openai.pydantic_function_tool(Part, name="part")
     answer = openai_client.chat.completions.parse(
-        model=MODEL,
+        model=CHAT_MODEL,
         messages=QUESTION,
         tools=[tool],
         tool_choice="required",
@@ -276,7 +275,7 @@ def test_the_anthropic_package_gets_the_calls_and_the_json_that_it_asks_for(
         {"name": "ping", "input_schema": an_object()},
     ]
     fields: Any = {
-        "model": MODEL,
+        "model": CHAT_MODEL,
         "messages": QUESTION,
         "max_tokens": 300,
         "tools": tools,
@@ -299,7 +298,7 @@ def test_the_anthropic_package_gets_the_calls_and_the_json_that_it_asks_for(
     assert {block.type for block in none.content} == {"text"}
     config: Any = {"format": {"type": "json_schema", "schema": SCHEMAS["nested"]}}
     message = anthropic_client.messages.create(
-        model=MODEL, messages=QUESTION, max_tokens=300, output_config=config
+        model=CHAT_MODEL, messages=QUESTION, max_tokens=300, output_config=config
     )
     jsonschema.validate(json.loads(message.content[0].text), SCHEMAS["nested"])
 
@@ -309,7 +308,7 @@ def test_a_recorded_session_has_the_exact_tokens_and_the_models_own_logprobs(
 ) -> None:
     headers = {"X-API-Key": API_KEY}
     sessions = f"{chat_server.url}/oai/sessions"
-    created = httpx.post(sessions, json={"model": MODEL}, headers=headers).json()
+    created = httpx.post(sessions, json={"model": CHAT_MODEL}, headers=headers).json()
     base = f"{sessions}/{created['id']}"
     with openai.OpenAI(base_url=f"{base}/v1", api_key=API_KEY, max_retries=0) as client:
         fields = {"response_format": schema_format(SCHEMAS["enum"]), "logprobs": True}

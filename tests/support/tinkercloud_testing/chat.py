@@ -11,8 +11,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
 
 CHAT_MODEL = "tiny/chat"
-LONG_CHAT_MODEL = "tiny/long-chat"
-"""Like `CHAT_MODEL`, with a longer context."""
 SAYING_MODEL = "tiny/saying"
 _TEMPLATE = """
 {%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}

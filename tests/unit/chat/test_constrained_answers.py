@@ -61,7 +61,7 @@ def a_request(grammar: Grammar | None, seed: int = 1, **fields: Any) -> Sampling
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    return byte_tokenizer().decode([token for token in tokens if token != EOS_TOKEN_ID])
+    return TEXT.decode([token for token in tokens if token != EOS_TOKEN_ID])
 
 
 def conforms(text: str) -> bool:
@@ -216,7 +216,10 @@ class Answering(InferenceClient):
 
     async def generate(self, path: str, body: Json) -> Json:
         self.sent.append(body)
-        meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-9.0, 5, None]]}
+        meta: dict[str, Any] = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-9.0, 5, None]],
+        }
         prompt = len(body["input_ids"][0])
         scored = [[None, 0, None], [-1.5, 5, None]]
         meta |= {"input_token_logprobs": scored, "prompt_tokens": prompt}

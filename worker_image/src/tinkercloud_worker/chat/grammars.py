@@ -154,12 +154,10 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(text, ends, field)
             tokenizer = self._tokenizer
-        sources = [*schemas, (field, source)]
-        _check(sources)
-        for place, each in sources:
-            template = compiled(tokenizer, each)
-            if error := template.get_error():
-                raise InvalidRequest(_too_complex(place, error))
+        _check([*schemas, (field, source)])
+        for place, each in schemas:
+            _compiled(tokenizer, each, place)
+        template = _compiled(tokenizer, source, field)
         with self._lock:
             grammar = self._kept[source] = Grammar(source, field, template, text.num_tokens)
             while len(self._kept) > _KEPT:
@@ -175,6 +173,18 @@ def _tokenizer_of(text: ChatText, ends: Collection[int], field: str) -> LLTokeni
             " its tokens; leave it out"
         )
     return LLTokenizer(TokenizerWrapper(vocabulary))
+
+
+def _compiled(tokenizer: LLTokenizer, source: str, field: str) -> LLMatcher:
+    """Compile a grammar that was checked: with the tokens of a model, it may still fail.
+
+    Raises:
+        InvalidRequest: it fails; the message names the field.
+    """
+    matcher = compiled(tokenizer, source)
+    if error := matcher.get_error():
+        raise InvalidRequest(_too_complex(field, error))
+    return matcher
 
 
 def _check(sources: Sequence[tuple[str, str]]) -> None:
