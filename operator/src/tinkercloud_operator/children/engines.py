@@ -312,6 +312,8 @@ def _arguments(build: Build, engines_spec: EnginesShape, port: int) -> list[str]
         # These expert kernels support adapters. On Blackwell SGLang selects others by default
         # (flashinfer_trtllm) and exits. The option has no effect on dense models.
         "--moe-runner-backend": "triton",
+        # Heads send grammars in its dialect.
+        "--grammar-backend": "llguidance",
         **_memory(engines_spec),
     }
     if base_model.trainer.dtype == "float32":
