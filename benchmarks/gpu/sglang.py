@@ -60,7 +60,7 @@ _WAITED_SECONDS = 60.0
 
 
 def served(bench: Bench) -> Iterator[Measurement]:
-    """S1 to S9, S13 to S15, S29, S30: a server as in a pod, in float32."""
+    """S1 to S9, S13, S14, S29, S30: a server as in a pod, in float32."""
     shape = SMALL if bench.device.type == "cpu" else SHAPE
     with a_proof(bench, shape.build, torch.float32) as proof:
         for check in SERVED:
@@ -70,7 +70,6 @@ def served(bench: Bench) -> Iterator[Measurement]:
         yield _whole(proof, "S9", "from its folder", proof.reader, "file")
         yield _forsaken(proof)
         yield _carried(proof, "S13", "over a process group", proof.joined, "group")
-        yield _carried(proof, "S15", _shared(bench), proof.shared, "shared_memory")
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
@@ -94,7 +93,7 @@ def latent_attention(bench: Bench) -> Iterator[Measurement]:
 
 
 def two_ranks(bench: Bench) -> Iterator[Measurement]:
-    """S21 to S25: servers that divide the model over two ranks, in float32.
+    """S21 to S23, S25: servers that divide the model over two ranks, in float32.
 
     Raises:
         Skipped: they would have one GPU.
@@ -105,9 +104,6 @@ def two_ranks(bench: Bench) -> Iterator[Measurement]:
         yield _alone_and_together(proof, "S21", "two ranks, a base and adapters")
         yield _whole(proof, "S22", "to two ranks in requests", proof.sampler, "request")
         yield _carried(proof, "S23", "to two ranks over a process group", proof.joined, "group")
-        yield _carried(
-            proof, "S24", f"to two ranks {_shared(bench)}", proof.shared, "shared_memory"
-        )
     with a_proof(bench, MIXTURE.build, torch.float32, ranks=_RANKS) as proof:
         yield _alone_and_together(proof, "S25", "two ranks of a mixture, adapters of its experts")
 
@@ -123,10 +119,6 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
         yield _rounded(proof, str(dtype).removeprefix("torch."))
         yield _memory(bench, proof, wanted)
         yield _afterwards(proof)
-
-
-def _shared(bench: Bench) -> str:
-    return "in memory of the GPU" if bench.device.type == "cuda" else "in shared memory"
 
 
 def _alone(proof: Proof) -> Measurement:

@@ -166,7 +166,7 @@ def test_a_server_passes_if_whole_model_base_and_adapter_are_correct(
     assert wrong.verdict == "below"
 
 
-@pytest.mark.parametrize("asked", ["request", "file", "group", "shared_memory"])
+@pytest.mark.parametrize("asked", ["request", "file", "group"])
 def test_a_whole_model_transferred_another_way_fails_the_measurement(
     benchmarks: Modules, a_proof: Callable[..., Any], asked: Way
 ) -> None:
