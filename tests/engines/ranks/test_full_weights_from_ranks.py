@@ -25,8 +25,8 @@ from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
 from tinkercloud_testing.models import in_dtype, save, tiny_llama
 from tinkercloud_testing.ranks import MeasuredTrainer, MortalTrainer
-from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang, a_fake_sglang
+from tinkercloud_testing.sglang.sampling import (
     FOLDER,
     MODEL,
     WHOLE,
@@ -353,8 +353,9 @@ async def test_a_weight_store_that_dies_is_replaced_and_nothing_waits_for_it(
 ) -> None:
     async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
-        assert ranks.host._store is not None
-        ray.kill(ranks.host._store)
+        store = ranks.host._store
+        assert store is not None
+        ray.kill(store)
 
         await engine.publish(ranks, "flat", 0.3)
         await assert_sampled(engine.ours, engine.sampler, "flat")
