@@ -18,6 +18,7 @@ from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_testing.sessions import a_session_manifest
 from tinkercloud_testing.waiting import reached
 
@@ -36,7 +37,7 @@ OWN_OLD = {"TrainingSession": closed(spec=closed(), status=closed(phase=TEXT))}
 
 
 def gauge(kind: str) -> float:
-    return float(metrics.DEFINITIONS_OUTDATED.labels(kind)._value.get())
+    return metric_value(metrics.DEFINITIONS_OUTDATED.labels(kind))
 
 
 @pytest.fixture
