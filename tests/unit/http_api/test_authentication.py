@@ -220,11 +220,15 @@ def test_clients_with_ipv4_are_counted_one_by_one_on_a_socket_of_both_protocols(
 
 def test_a_limited_number_of_addresses_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed_logins, "_MAX_ADDRESSES", 3)
-    counts = failed_logins.Throttle()
-    for last in range(10):
+    counts = failed_logins.Throttle(lambda: 0.0)
+    for _ in range(20):
+        counts.record_failure("10.0.0.0")
+    assert counts.is_over("10.0.0.0")
+
+    for last in (1, 2, 3):
         counts.record_failure(f"10.0.0.{last}")
 
-    assert len(counts._tried) == 3
+    assert not counts.is_over("10.0.0.0")
 
 
 async def test_a_slow_body_without_a_key_is_not_awaited(

@@ -141,12 +141,15 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+cost = costs._cost
+
+
 def tensors_in(values: object) -> list[torch.Tensor]:
     return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def computed_costs() -> int:
-    return costs._cost.cache_info().misses
+    return cost.cache_info().misses
 
 
 def run(step: Step, arguments: Arguments, device: str) -> Meter:
@@ -259,7 +262,7 @@ def test_shapes_with_equally_many_elements_are_all_counted() -> None:
     definition = stored(of_nodes(*squares(1), *total("q1"), inputs={"logprobs": 1, "x": 1}))
     kinds = ["<f4", "<i8"]
     shapes = [DatumShape((600 - n,), (("x", (n,), kind),)) for n in range(10, 20) for kind in kinds]
-    each = max(costs._cost(definition, shape, 1 << 29) for shape in shapes)
+    each = max(cost(definition, shape, 1 << 29) for shape in shapes)
     count = costs.MAX_BATCH_ELEMENTS // each // len(shapes)
 
     costs.check_cost(definition, dict.fromkeys(shapes, count), 1 << 29)
