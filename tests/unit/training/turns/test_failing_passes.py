@@ -30,8 +30,8 @@ class Faulty(TorchTrainer):
     fails = False
     num_passes = 0
 
-    def __init__(self, base: TorchBaseModel, max_batch_tokens: int) -> None:
-        super().__init__(base, max_batch_tokens=max_batch_tokens)
+    def __init__(self, base: TorchBaseModel, max_batch_tokens: int, **options: int | None) -> None:
+        super().__init__(base, max_batch_tokens=max_batch_tokens, **options)  # type: ignore[arg-type]
         self.order: list[TrainedModel] = []
         """The models of all passes."""
 
