@@ -121,8 +121,6 @@ def sampler_config(build: Build) -> SamplerConfig:
         scaling=_scaling(sampler.engines),
         colocated=bool(build.resolved.engines_per_trainer),
         process_group=_process_group(build.resolved, sampler.engines),
-        # Only engines in the trainer's pod can share its memory.
-        shared_memory=sampler.engines.shared_memory if build.resolved.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 

@@ -1,11 +1,16 @@
 """Generation by the fake SGLang engine: results of the torch sampler in SGLang's format."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.requests.tensors import (
     FloatArray,
@@ -15,9 +20,15 @@ from tinkercloud_protocol.requests.tensors import (
 )
 from tinkercloud_testing.engines import Engine
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_testing.sglang_definitions import SAMPLING, definition
-from tinkercloud_testing.sglang_parts import finish_reasons
-from tinkercloud_testing.sglang_stops import ended
+from tinkercloud_testing.sglang.source import (
+    File,
+    Json,
+    cut,
+    definition,
+    finish_reasons,
+    numbers,
+    run,
+)
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     UNCHANGED,
     LogitChanges,
@@ -26,8 +37,6 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     StopRules,
 )
 from tinkercloud_worker.torch_sampler.decode.logit_changes import ChangedLogits
-
-Json = dict[str, Any]
 
 
 async def generated(
@@ -42,7 +51,7 @@ async def generated(
         index: index of the prompt.
         tempered: whether logprobs are those at the sampling temperature.
     """
-    params: Any = definition("SamplingParams", SAMPLING).model_validate(
+    params: Any = definition("SamplingParams", File.SAMPLING).model_validate(
         asked.sampling_params[index]
     )
     if (params.top_k or 0) >= 1 << 31:
@@ -221,3 +230,52 @@ def _finish_reason(sequence: SampledSequence) -> Json:
     else:
         reason = sglang.FINISH_LENGTH(len(sequence.tokens))
     return dict(reason.to_json())
+
+
+_METHODS = (
+    "_stop_match_tail_len",
+    "tail_str",
+    "_locate_str_stop_finished_len",
+    "_check_str_based_finish",
+)
+
+
+def ended(
+    params: Any, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, Json] | None:
+    """Return the number of tokens after which SGLang stops, and why; None if it continues.
+
+    Args:
+        params: SGLang's SamplingParams.
+        tokens: the generated tokens.
+        tokenizer: SGLang's tokenizer.
+
+    Raises:
+        ValueError: SGLang rejects the stop strings.
+    """
+    sglang = _functions()
+    normalized = SimpleNamespace(
+        stop_strs=params.stop, stop_regex_strs=params.stop_regex, min_new_tokens=0
+    )
+    sglang.normalize(normalized, tokenizer)
+    request = SimpleNamespace(
+        sampling_params=normalized, tokenizer=tokenizer, decoded_text="", output_ids=[]
+    )
+    for name in _METHODS:
+        setattr(request, name, MethodType(getattr(sglang, name), request))
+    for token in tokens:
+        request.output_ids.append(token)
+        if request._check_str_based_finish():
+            return request.finished_len, request.finished_reason.to_json()
+    return None
+
+
+@cache
+def _functions() -> SimpleNamespace:
+    names = ("normalize", "get_max_seq_length", "_max_length_from_subpattern")
+    nodes = [
+        *numbers(File.SAMPLING),
+        *cut(File.SAMPLING, *names, "raise_if_tokenizer_required"),
+        *cut(File.BATCH, *_METHODS),
+    ]
+    return run(nodes, re=re, sre_parse=import_module("re._parser"), **vars(finish_reasons()))

@@ -1,11 +1,13 @@
-"""A fake SGLang engine: SGLang's own server over the torch sampler.
+"""A fake SGLang engine: SGLang's own server over the torch sampler, which computes real results.
 
-The server is SGLang's own code (`sglang_server`). The torch sampler computes real results with the
-received adapters and weights; `sglang_ranks` are its processes in process groups.
+It is also a program that takes SGLang's command line, key and probes, for an image.
 """
 
+import argparse
 import asyncio
 import json
+import os
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -16,19 +18,16 @@ from typing import Any
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.sglang_definitions import read_tensors
-from tinkercloud_testing.sglang_generation import generated
-from tinkercloud_testing.sglang_parts import Reply, flushing, routes
-from tinkercloud_testing.sglang_ranks import EngineRanks
-from tinkercloud_testing.sglang_server import Ended, SglangServer
+from tinkercloud_testing.engines import Engine, an_engine
+from tinkercloud_testing.sglang.generation import generated
+from tinkercloud_testing.sglang.server import Ended, EngineRanks, SglangServer
+from tinkercloud_testing.sglang.source import Json, Reply, flushing, read_tensors, routes
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import from_files
-
-Json = dict[str, Any]
 
 
 @dataclass
@@ -55,8 +54,6 @@ class FakeSglang:
     """Loaded adapters: name to version in the torch sampler."""
     released: set[str] = field(default_factory=set)
     """Kinds of memory it has released."""
-    sees_our_memory: bool = True
-    """Whether it can open handles of shared memory on this machine."""
     unended: int = 0
     """Steps for which aborted requests still run."""
     runs_over: frozenset[str] = frozenset()
@@ -163,8 +160,6 @@ class FakeSglang:
         """Read the tensors of a request: a copy for each rank, of which it reads its own."""
         assert asked.load_format == "flattened_bucket"
         copies = asked.serialized_named_tensors
-        if not self.sees_our_memory and b"rebuild_storage" in copies[0]:
-            raise EOFError
         assert len(copies) == self.tp_size, f"{len(copies)} copies for {self.tp_size} ranks"
         [tensors, *others] = [read_tensors(copy) for copy in copies]
         for other in others:
@@ -396,3 +391,58 @@ def _of_all(answers: Sequence[Any]) -> Json:
 
 def _done(error: str | None = None) -> Json:
     return {"success": error is None, "message": error or "Success"}
+
+
+REFUSES = "FAKE_SGLANG_REFUSES"
+"""Variable with the paths that are refused."""
+
+
+async def serve(options: argparse.Namespace, fake: FakeSglang) -> None:
+    """Serve until the process ends; print the path of each request."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        print(request.path, flush=True)
+        if request.path == "/health":
+            return web.Response()
+        key = f"Bearer {options.api_key}"
+        if not request.path.startswith("/health") and request.headers.get("Authorization") != key:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await fake.handle(request)
+
+    await fake.engine.sampler.publish("base", None)
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_route("*", "/{path:.*}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, options.host, options.port).start()
+    await asyncio.Event().wait()
+
+
+def main() -> None:
+    """Run as `python -m sglang.launch_server` does."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    wanted = ("--model-path", "--host", "--api-key", "--admin-api-key", "--dtype")
+    others = ("--port", "--tp-size", "--context-length", "--max-lora-rank")
+    for name in wanted:
+        parser.add_argument(name, required=True)
+    for name in others:
+        parser.add_argument(name, required=True, type=int)
+    parser.add_argument("--lora-target-modules", required=True, nargs="*")
+    parser.add_argument("--moe-runner-backend", choices=("triton",))
+    parser.add_argument("--attention-backend", choices=("triton",))
+    parser.add_argument("--max-loras-per-batch", type=int, default=8)
+    parser.add_argument("--lora-drain-wait-threshold", type=float, default=0.0)
+    for name in ("--enable-lora", "--enable-deterministic-inference"):
+        parser.add_argument(name, action="store_true", required=True)
+    options = parser.parse_args()
+    model = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=options.dtype)
+    tempered = os.environ.get("SGLANG_RETURN_ORIGINAL_LOGPROB") != "1"
+    with an_engine(model, Path(tempfile.mkdtemp())) as engine:
+        fake = FakeSglang(
+            engine,
+            Path(options.model_path),
+            gives_tempered_logprobs=tempered,
+            lora_target_modules=options.lora_target_modules,
+            refuses=frozenset(os.environ.get(REFUSES, "").split()),
+        )
+        asyncio.run(serve(options, fake))

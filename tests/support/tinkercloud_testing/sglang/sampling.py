@@ -1,5 +1,7 @@
 """A sampler over fake SGLang engines, and comparisons for tests."""
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ from tinkercloud_protocol.heads.launch import (
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.sglang import FakeSglang
+from tinkercloud_testing.sglang.engine import FakeSglang
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.sampler import InferenceSampler
+from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.weight_host import HeadWeightHost, WeightHost
 
 MODEL = "tiny/llama"
@@ -121,3 +124,13 @@ def assert_same(theirs: SamplingResult, ours: SamplingResult) -> None:
         assert theirs.prompt.top is not None
         assert (theirs.prompt.top.token_ids == ours.prompt.top.token_ids).all()
         np.testing.assert_allclose(theirs.prompt.top.logprobs, ours.prompt.top.logprobs, atol=1e-5)
+
+
+async def cleaned_up(sampler: InferenceSampler) -> None:
+    """Wait until retired versions have been removed from the engines."""
+    await asyncio.gather(*sampler._cleaning)
+
+
+def servers_of(sampler: InferenceSampler) -> Mapping[str, InferenceServer]:
+    """Return a sampler's side of its engines, by URL."""
+    return sampler._servers
