@@ -430,6 +430,7 @@ def main() -> None:
     parser.add_argument("--lora-target-modules", required=True, nargs="*")
     parser.add_argument("--moe-runner-backend", choices=("triton",))
     parser.add_argument("--attention-backend", choices=("triton",))
+    parser.add_argument("--grammar-backend", choices=("llguidance",), required=True)
     parser.add_argument("--max-loras-per-batch", type=int, default=8)
     parser.add_argument("--lora-drain-wait-threshold", type=float, default=0.0)
     for name in ("--enable-lora", "--enable-deterministic-inference"):
