@@ -1,4 +1,4 @@
-"""`tinkercloud plan` for one machine, for servers of one's own, and for several sessions."""
+"""`tinkercloud plan` for one machine, for external servers, and for several sessions."""
 
 import json
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_what_cannot_be_served_is_refused(
     assert run(qwen3_8b, *options, "--serve").exit_code == 1
 
 
-def test_all_gpus_train_where_servers_of_ones_own_sample(qwen3_8b: str) -> None:
+def test_all_gpus_train_where_external_servers_sample(qwen3_8b: str) -> None:
     options = (qwen3_8b, "--gpus", "8xH100", "--train-only")
 
     spec = BaseModelSpec.model_validate(planned(*options)["spec"])
@@ -141,7 +141,7 @@ def test_all_gpus_train_where_servers_of_ones_own_sample(qwen3_8b: str) -> None:
     assert "--tp-size 1 you start SGLang, with --enable-lora --max-lora-rank 32" in printed
 
 
-def test_whole_models_are_not_planned_for_servers_of_ones_own(qwen3_8b: str) -> None:
+def test_whole_models_are_not_planned_for_external_servers(qwen3_8b: str) -> None:
     assert "they accept adapters only" in words(
         qwen3_8b, "--gpus", "8xH100", "--train-only", "--full"
     )

@@ -80,7 +80,7 @@ def plan(model: str, wanted: Wanted) -> ModelPlan:
 
 
 def training_only(model: str, wanted: Wanted) -> ModelPlan:
-    """Plan the training of a model that servers of your own sample; see `plan`."""
+    """Plan the training of a model that external servers sample; see `plan`."""
     return _planned(model, wanted, plan_training)
 
 
