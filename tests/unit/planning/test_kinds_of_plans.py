@@ -92,7 +92,7 @@ def test_one_gpu_serves_what_a_session_would_need_more_gpus_for(
 
 
 @pytest.mark.parametrize("kind", ["24GiB", "A100-40", "H100", "B200"])
-def test_a_served_model_has_one_copy_and_fits_beside_a_full_cache(kind: str) -> None:
+def test_a_served_model_has_one_copy_and_fits_with_a_full_cache(kind: str) -> None:
     model = read(CONFIGS["Qwen/Qwen3-8B"])
 
     plan = plan_serving(Demand(model, 4096, lora_rank=32), gpu(kind))

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
@@ -139,10 +139,10 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    with suppress(OSError, HFValidationError):
-        return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
     try:
-        # One attempt, so that a machine without a network is told at once.
+        with suppress(LocalEntryNotFoundError):
+            return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+        # A single attempt: without a network, the download would try six times.
         get_hf_file_metadata(hf_hub_url(model, _CONFIG))
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:
