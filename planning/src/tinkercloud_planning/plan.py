@@ -72,7 +72,7 @@ ADAPTERS_CLAIM = "adapters"
 _OUTSIDE_EXPERTS = ("o_proj", "lm_head")
 """Modules, by SGLang's names, that every mixture-of-experts model has outside its experts."""
 _ADAPTERS_FOLDER = "/adapters"
-"""Where servers of your own mount that volume, unless you change it."""
+"""Where external servers mount that volume, unless you change it."""
 _START_SECONDS = 60
 """Assumed time of a start in addition to downloads: scheduling, and reading weights from a disk."""
 DEVICE_CLASS = "gpu.nvidia.com"
@@ -120,7 +120,7 @@ class ModelPlan:
 
     @property
     def sampler(self) -> SamplerShape:
-        """The sampler pods, or placeholders of the servers of your own that replace them."""
+        """The sampler pods, or placeholders of the external servers that replace them."""
         sampler = _engines_of_sessions(self.fleet, self.division)
         if sampler is None:
             servers = self.division.sampler.engines if self.division.sampler else 1
@@ -263,7 +263,7 @@ def plan_training(
     lora_rank: int | None,
     slots: int = 1,
 ) -> ModelPlan:
-    """Return how to train a model on all of the given GPUs; servers of your own sample.
+    """Return how to train a model on all of the given GPUs; external servers sample.
 
     The arguments are those of `plan`.
 
@@ -272,7 +272,7 @@ def plan_training(
     """
     if lora_rank is None:
         raise DoesNotFit(
-            "full fine-tuning with servers of your own: they accept adapters only; plan adapters"
+            "full fine-tuning with external servers: they accept adapters only; plan adapters"
             " (a LoRA rank), or engines of the session (not --train-only)"
         )
     demand = _demand(architecture, sequence_length, lora_rank, slots)
@@ -346,7 +346,7 @@ def adapters_that_fit(
 
 
 def _engines_of_sessions(fleet: Fleet, division: Division) -> Sampler | None:
-    """Return the engines of a session's pods; None if servers of your own sample."""
+    """Return the engines of a session's pods; None if external servers sample."""
     sampler = division.sampler
     return sampler if sampler and sampler.tensor <= fleet.per_node else None
 
@@ -446,7 +446,7 @@ def _why_torch(demand: Demand) -> list[Reason]:
 def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
     trainers = division.trainer.layout.gpus
     if division.sampler is None:
-        return Reason("GPUs", f"{trainers} train", "servers of your own sample, on other GPUs")
+        return Reason("GPUs", f"{trainers} train", "external servers sample, on other GPUs")
     if not division.colocated:
         value = f"{trainers} train, {fleet.count - trainers} sample"
         return Reason("GPUs", value, "separate GPUs, so training and sampling run concurrently")
@@ -521,7 +521,7 @@ def _what_servers_need(demand: Demand, fleet: Fleet, planned: Sampler | None) ->
     engine = planned or smallest_engine(demand, fleet)
     if engine is None:
         why = f"no number of {fleet.gpu.name} holds the model, its adapter slots and a sequence"
-        return [Reason("servers", "of your own", f"{why}; use larger GPUs or a smaller rank")]
+        return [Reason("servers", "external", f"{why}; use larger GPUs or a smaller rank")]
     nodes = -(-engine.tensor // fleet.per_node)
     value = f"{f'{planned.engines} x ' if planned else ''}{engine.tensor} GPUs each"
     holds = f"one holds {engine.sequences} sequences of {demand.sequence_length} tokens"

@@ -182,7 +182,7 @@ def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
     if rank := _largest_rank(demand, fleet):
         remedies.append(f"LoRA of rank {rank}")
     if demand.lora_rank and best_trainer(demand, fleet, engine=None):
-        remedies.append("--train-only, with servers of your own on other GPUs")
+        remedies.append("--train-only, with external servers on other GPUs")
     return remedies
 
 

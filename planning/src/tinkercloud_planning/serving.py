@@ -52,8 +52,8 @@ class ServingPlan:
 def plan_serving(demand: Demand, kind: Gpu) -> ServingPlan:
     """Return how to serve a model on one GPU, whose base training and sampling share.
 
-    Half of the memory beside the model is for keys and values, as far as a cache of the default
-    size needs it; a cache holds one sequence at least. The rest is for a micro-batch.
+    Half of the memory that the model leaves is for keys and values, as far as a cache of the
+    default size needs it; a cache holds one sequence at least. The rest is for a micro-batch.
 
     Raises:
         DoesNotFit: There is no plan; the message says what would fit.

@@ -9,7 +9,9 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_protocol.wire.asgi import Message
@@ -41,7 +43,7 @@ async def test_a_request_is_refused_before_it_runs_and_says_why(engine: AsyncEng
         raise AssertionError("the request must not run")
 
     with pytest.raises(Unavailable, match=r"audit log can't be written.*nothing was done"):
-        await auditing.recorded(ANN, SCOPE, send)
+        await auditing.recorded(changes("project_create"), ANN, SCOPE, send)
 
 
 async def test_a_response_is_sent_even_if_its_outcome_is_not_recorded(engine: AsyncEngine) -> None:
@@ -50,7 +52,7 @@ async def test_a_response_is_sent_even_if_its_outcome_is_not_recorded(engine: As
     async def send(message: Message) -> None:
         sent.append(message)
 
-    recorded = await auditing.recorded(ANN, SCOPE, send)
+    recorded = await auditing.recorded(changes("project_create"), ANN, SCOPE, send)
     await break_log(engine)
     with structlog.testing.capture_logs() as logged:
         await recorded(START)

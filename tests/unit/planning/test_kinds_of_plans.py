@@ -1,4 +1,4 @@
-"""`tinkercloud plan` for one machine, for servers of one's own, and for several sessions."""
+"""`tinkercloud plan` for one machine, for external servers, and for several sessions."""
 
 import json
 from pathlib import Path
@@ -92,7 +92,7 @@ def test_one_gpu_serves_what_a_session_would_need_more_gpus_for(
 
 
 @pytest.mark.parametrize("kind", ["24GiB", "A100-40", "H100", "B200"])
-def test_a_served_model_has_one_copy_and_fits_beside_a_full_cache(kind: str) -> None:
+def test_a_served_model_has_one_copy_and_fits_with_a_full_cache(kind: str) -> None:
     model = read(CONFIGS["Qwen/Qwen3-8B"])
 
     plan = plan_serving(Demand(model, 4096, lora_rank=32), gpu(kind))
@@ -127,7 +127,7 @@ def test_what_cannot_be_served_is_refused(
     assert run(qwen3_8b, *options, "--serve").exit_code == 1
 
 
-def test_all_gpus_train_where_servers_of_ones_own_sample(qwen3_8b: str) -> None:
+def test_all_gpus_train_where_external_servers_sample(qwen3_8b: str) -> None:
     options = (qwen3_8b, "--gpus", "8xH100", "--train-only")
 
     spec = BaseModelSpec.model_validate(planned(*options)["spec"])
@@ -141,7 +141,7 @@ def test_all_gpus_train_where_servers_of_ones_own_sample(qwen3_8b: str) -> None:
     assert "--tp-size 1 you start SGLang, with --enable-lora --max-lora-rank 32" in printed
 
 
-def test_whole_models_are_not_planned_for_servers_of_ones_own(qwen3_8b: str) -> None:
+def test_whole_models_are_not_planned_for_external_servers(qwen3_8b: str) -> None:
     assert "they accept adapters only" in words(
         qwen3_8b, "--gpus", "8xH100", "--train-only", "--full"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx2
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
@@ -81,7 +81,7 @@ def plan(model: str, wanted: Wanted) -> ModelPlan:
 
 
 def training_only(model: str, wanted: Wanted) -> ModelPlan:
-    """Plan the training of a model that servers of your own sample; see `plan`."""
+    """Plan the training of a model that external servers sample; see `plan`."""
     return _planned(model, wanted, plan_training)
 
 
@@ -140,12 +140,17 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
+<<<<<<< HEAD
     with suppress(OSError, HFValidationError):
         return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
     # It would log each of its attempts, which the error sums up.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+=======
+>>>>>>> platform
     try:
-        # One attempt, so that a machine without a network is told at once.
+        with suppress(LocalEntryNotFoundError):
+            return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+        # A single attempt: without a network, the download would try six times.
         get_hf_file_metadata(hf_hub_url(model, _CONFIG))
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:

@@ -39,7 +39,7 @@ def plan_model(
         bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
     ] = False,
     train_only: Annotated[
-        bool, typer.Option("--train-only", help="All GPUs train; servers of your own sample.")
+        bool, typer.Option("--train-only", help="All GPUs train; external servers sample.")
     ] = False,
     serve: Annotated[
         bool,
