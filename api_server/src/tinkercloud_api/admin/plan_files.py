@@ -140,13 +140,8 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-<<<<<<< HEAD
-    with suppress(OSError, HFValidationError):
-        return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
     # It would log each of its attempts, which the error sums up.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-=======
->>>>>>> platform
     try:
         with suppress(LocalEntryNotFoundError):
             return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
