@@ -31,6 +31,8 @@ from tinkercloud_testing.plan_command import (
 )
 from tinkercloud_testing.sessions import a_build, a_session
 
+pytestmark = pytest.mark.timeout(300)
+
 PAGE = Path(__file__).parents[3] / "docs" / "operate" / "planning.md"
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
 
