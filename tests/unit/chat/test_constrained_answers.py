@@ -32,6 +32,8 @@ from tinkercloud_worker.inference.client import InferenceClient, Json
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
 
+# New grammars are tried in processes of their own.
+pytestmark = pytest.mark.timeout(180)
 PROMPT = [7, 9, 7, 30, 2]
 SCHEMA = {
     "type": "object",
