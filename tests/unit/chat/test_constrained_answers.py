@@ -32,6 +32,8 @@ from tinkercloud_worker.inference.client import InferenceClient, Json
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
 
+# New grammars are tried in processes of their own.
+pytestmark = pytest.mark.timeout(180)
 PROMPT = [7, 9, 7, 30, 2]
 SCHEMA = {
     "type": "object",
@@ -126,7 +128,9 @@ async def test_samples_without_a_grammar_are_the_same_to_the_bit_in_such_company
         assert before.logprobs == after.logprobs
 
 
-async def test_a_model_without_end_tokens_stops_where_the_form_is_complete(tmp_path: Path) -> None:
+async def test_a_model_that_has_no_end_tokens_stops_where_the_form_is_complete(
+    tmp_path: Path,
+) -> None:
     grammar = a_grammar(ends=())
     with an_engine(tiny_llama(), tmp_path) as engine:
         await engine.sampler.publish("base", None)

@@ -16,6 +16,8 @@ from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.thoughts import Thought, ThoughtSplitter
 from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar
 
+# New grammars are tried in processes of their own.
+pytestmark = pytest.mark.timeout(180)
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function | tojson }}<tool_call>{% endfor %}"
     "{{ messages[0].content }}{% if start is defined %}{{ start }}{% endif %}"
