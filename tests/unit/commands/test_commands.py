@@ -24,6 +24,8 @@ PRINT_NOTHING = {
 """Commands that only change something."""
 RUN_ON = {"serve", "demo", "drain"}
 """Commands that print what happens while they run."""
+PRINT_TEXT = {"runs attach", "logs"}
+"""Commands whose output is Python code or a log."""
 HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
 
 
@@ -39,7 +41,7 @@ def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
     found = dict(commands(get_command(app)))
 
     without = {name for name, options in found.items() if "--json" not in options}
-    assert without == PRINT_NOTHING | RUN_ON
+    assert without == PRINT_NOTHING | RUN_ON | PRINT_TEXT
 
 
 def test_a_completion_loads_nothing_that_only_a_running_command_needs() -> None:

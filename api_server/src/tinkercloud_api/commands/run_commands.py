@@ -14,6 +14,7 @@ from tinkercloud_api.commands.shared import (
     Watch,
     fail,
     request,
+    say,
     show,
     watch,
 )
@@ -156,11 +157,14 @@ def save_run(
         str | None,
         typer.Option(help="Name of the checkpoint. Default: saved-step- and the step."),
     ] = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Save a checkpoint of a run while its client trains, and print its path."""
     _say_wait("saving", _details(run, api_key, base_url))
     body = {"name": name} if name is not None else {}
-    typer.echo(request("POST", base_url, api_key, f"{_path(run)}/save", body)["tinker_path"])
+    saved = request("POST", base_url, api_key, f"{_path(run)}/save", body)
+    say(saved["tinker_path"], saved, as_json=as_json)
 
 
 @app.command("stop")
@@ -174,6 +178,7 @@ def stop_run(
         typer.Option("--suspend", help="Only free the memory of a run, until its next request."),
     ] = False,
     yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Save a run and end it, or suspend it; its checkpoints stay."""
     found = _details(run, api_key, base_url)
@@ -181,7 +186,7 @@ def stop_run(
     _confirm(f"{action} {_described(found)}", skipped=yes)
     _say_wait("saving", found)
     answer = request("POST", base_url, api_key, f"{_path(run)}/stop", {"suspend": suspend})
-    typer.echo(answer["tinker_path"] or answer["state"])
+    say(answer["tinker_path"] or answer["state"], answer, as_json=as_json)
 
 
 @app.command("attach")
