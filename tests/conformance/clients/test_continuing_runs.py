@@ -328,7 +328,8 @@ def test_a_run_of_another_owner_does_not_exist_and_saves_and_stops_are_audited(
             assert server.request("POST", path, {}).status == 200
 
     audit = [sys.executable, "-m", "tinkercloud_api", "audit", "--json"]
-    entries = json.loads(subprocess.check_output(audit, env=environment(server)))
+    printed = subprocess.check_output(audit, env=environment(server))
+    entries = [json.loads(line) for line in printed.splitlines()]
     named = {
         (each["event"], each["status"]) for each in entries if client.run in each.get("objects", [])
     }
