@@ -45,7 +45,7 @@ CALLS = [
 async def asgi(tmp_path: Path) -> AsyncIterator[HotPaths]:
     settings = Settings(state_dir=tmp_path, bootstrap_key=KEY)
     async with running_context(settings, OneHead()) as context:
-        api = FastAPI()
+        api = FastAPI(openapi_url=None)
         for module in (session_routes, run_routes, health):
             api.include_router(module.router)
         error_handlers.install(api)
