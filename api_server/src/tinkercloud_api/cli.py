@@ -31,14 +31,14 @@ from tinkercloud_api.commands import (
     usage_commands,
     user_commands,
 )
-from tinkercloud_api.commands.local_catalog import (
+from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
     with_catalog,
 )
-from tinkercloud_api.commands.progress import waiting
-from tinkercloud_api.commands.shared import (
+from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,

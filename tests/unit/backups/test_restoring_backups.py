@@ -19,7 +19,7 @@ from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest
 from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_api.commands.backup_commands import app
-from tinkercloud_api.commands.progress import CopyProgress
+from tinkercloud_api.commands.common.progress import CopyProgress
 from tinkercloud_api.config import pending_restore, state_folder
 from tinkercloud_api.config.pending_restore import Restore
 from tinkercloud_api.config.settings import Settings
@@ -467,7 +467,7 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
 def test_progress_without_a_terminal_is_lines_in_binary_units(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_api.commands.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
     progress = CopyProgress("copied", 3 << 20)
     progress(1 << 20)
     progress(1 << 20)

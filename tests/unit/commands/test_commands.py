@@ -11,8 +11,8 @@ import typer
 from typer.main import get_command
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.commands import shared
-from tinkercloud_api.commands.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common import shared
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
 from tinkercloud_api.config.readable import binary_size, moment
 
 PRINT_NOTHING = {
@@ -104,7 +104,7 @@ def test_a_terminal_shows_progress_on_one_line(monkeypatch: pytest.MonkeyPatch) 
 def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr("tinkercloud_api.commands.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
 
     with waiting("waiting for the server"):
         assert terminal.has_waited.wait(60)

@@ -11,8 +11,8 @@ from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.local_catalog import StateDir, verify_audit_log
-from tinkercloud_api.commands.shared import BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.common.local_catalog import StateDir, verify_audit_log
+from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:

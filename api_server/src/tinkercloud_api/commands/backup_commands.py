@@ -12,14 +12,14 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from tinkercloud_api.commands.local_catalog import (
+from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     newest_in_file,
     record_in_file,
 )
-from tinkercloud_api.commands.progress import CopyProgress
-from tinkercloud_api.commands.shared import Json, fail, read_settings
+from tinkercloud_api.commands.common.progress import CopyProgress
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(help="Make, check and restore backups of a server.", no_args_is_help=True)

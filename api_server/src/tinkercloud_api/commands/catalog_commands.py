@@ -5,9 +5,9 @@ import json
 
 import typer
 
-from tinkercloud_api.commands.local_catalog import Change, StateDir, change_catalog
-from tinkercloud_api.commands.progress import waiting
-from tinkercloud_api.commands.shared import Json, fail, read_settings
+from tinkercloud_api.commands.common.local_catalog import Change, StateDir, change_catalog
+from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings
 
 app = typer.Typer(
     help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True

@@ -11,8 +11,8 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.progress import CopyProgress, waiting
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, say, show
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, say, show
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinkercloud_api.commands.shared import Json, fail, read_settings, show
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings, show
 
 if TYPE_CHECKING:
     from tinkercloud_api.cluster_check.findings import Finding

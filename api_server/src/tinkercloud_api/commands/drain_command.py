@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinkercloud_api.commands.shared import fail, read_settings
+from tinkercloud_api.commands.common.shared import fail, read_settings
 
 if TYPE_CHECKING:
     from tinkercloud_api.admin.draining import Progress

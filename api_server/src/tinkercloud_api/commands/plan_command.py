@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from tinkercloud_api.commands.progress import waiting
-from tinkercloud_api.commands.shared import Json, fail
+from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.shared import Json, fail
 
 PoolSlots = Annotated[
     int, typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool.")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tinkercloud_api.commands.shared import (
+from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,

@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, say, show
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, say, show
 from tinkercloud_api.config.readable import moment
 
 app = typer.Typer(

@@ -7,7 +7,7 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from tinkercloud_api.commands.shared import (
+from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,

@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, show
 from tinkercloud_api.config.readable import binary_size, moment
 
 
@@ -107,7 +107,16 @@ def show_usage(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    what = str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)"
+    _print(answer, str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)")
+
+
+def _print(answer: dict[str, Any], what: str) -> None:
+    """Print usage, storage and limits as tables.
+
+    Args:
+        answer: the answer of the server.
+        what: the first column of the usage.
+    """
     columns = [what, "owner", *_AMOUNTS, "engine", "base model"]
     show([_row(each, what) for each in answer["usage"]], columns, as_json=False)
     storage = [

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tinkercloud_api.access.roles import Role
-from tinkercloud_api.commands.local_catalog import (
+from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
     with_catalog,
 )
-from tinkercloud_api.commands.shared import Json, fail, show
+from tinkercloud_api.commands.common.shared import Json, fail, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:

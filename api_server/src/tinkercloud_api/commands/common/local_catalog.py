@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from tinkercloud_api.commands.shared import fail, read_settings
+from tinkercloud_api.commands.common.shared import fail, read_settings
 
 if TYPE_CHECKING:
     from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict

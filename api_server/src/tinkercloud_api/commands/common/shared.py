@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tinkercloud_api.commands.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
 
 if TYPE_CHECKING:
     import aiohttp
