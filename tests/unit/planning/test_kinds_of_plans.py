@@ -211,7 +211,7 @@ def test_a_plan_has_the_disk_the_start_and_the_price(qwen3_8b: str) -> None:
     pods += [plan["sampler"]] * plan["sampler"]["replicas"]
     scratch = sum(int(p["resources"]["scratch"][:-2]) for p in [plan["head"], *pods])
     assert f"disk {scratch} GiB in all" in printed
-    assert f"each of {len(pods)} pods downloads 16.4 GB" in printed
+    assert f"each of {len(pods)} pods downloads 15.3 GiB" in printed
     assert "start 3 min" in printed
     assert "price: 20.00 an hour, for 8 GPUs at 2.50" in printed
     assert "price" not in words(qwen3_8b, "--gpus", "8xH100")

@@ -40,7 +40,9 @@ async def store_with_a_wrong_clock() -> AsyncIterator[str]:
 def test_gpus_are_described_with_memory_torch_and_cuda() -> None:
     described = Gpus.parse(json.dumps(PROBE)).describe()
 
-    assert described.startswith("NVIDIA H200, 140.0 of 150.0 GB free; NVIDIA H200, 1.0 of")
+    assert described.startswith(
+        "NVIDIA H200, 130.4 GiB of 139.7 GiB free; NVIDIA H200, 953.7 MiB of"
+    )
     assert "torch 2.13.0+cu130 for CUDA 13.0" in described
 
 
