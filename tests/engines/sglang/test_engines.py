@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang.engine import (
+from tinkercloud_testing.sglang import (
     FakeSglang,
     listening,
 )
-from tinkercloud_testing.sglang.sampling import (
+from tinkercloud_testing.sglang_sampling import (
     NEVER,
     PROMPTS,
     TENSORS,
@@ -18,12 +18,9 @@ from tinkercloud_testing.sglang.sampling import (
     a_whole_model,
     an_adapter,
     assert_same,
-    cleaned_up,
     counted,
     publish,
-    servers_of,
 )
-from tinkercloud_worker.engine.turns.engine_thread import NoBackground
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.routing import order
@@ -225,7 +222,7 @@ async def test_an_engine_lost_while_releasing_its_memory_recovers(
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     await sampler.publish("base", None)
-    [client] = servers_of(sampler).values()
+    [client] = sampler._servers.values()
     async with sampler.training():
         client.begin_recovery(ServerUnreachable("a connection was closed"))
 
@@ -254,7 +251,7 @@ async def test_colocated_engines_release_their_memory_while_the_trainer_computes
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     request = a_sampling_request([1, 2], max_tokens=30)
     thread = ColocatedThread(sampler.training, release=lambda: None, on_crash=lambda _: None)
-    thread.start(NoBackground())
+    thread.start(thread._background)
 
     async def train() -> list[set[str]]:
         return await thread.run(lambda _: [set(fake.released) for fake in fakes])
@@ -271,7 +268,7 @@ async def test_colocated_engines_release_their_memory_while_the_trainer_computes
         assert_same(result, await engine.sampler.sample("one", request))
     await train()
     await sampler.retire("one")
-    await cleaned_up(sampler)
+    await asyncio.gather(*sampler._cleaning)
     assert [fake.adapters for fake in fakes] == [{}, {}]
     thread.stop()
     await sampler.close()

@@ -13,8 +13,7 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 from sqlalchemy import update
 
-from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.access.roles import Role
+from tinkercloud_api.access.auth import Principal, Role
 from tinkercloud_api.admin.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
@@ -35,7 +34,6 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.catalogs import writing
 from tinkercloud_testing.ports import free_port
 
 ME = Principal(1, "key", "me", Role.USER)
@@ -90,7 +88,7 @@ class World:
 
     async def age(self, name: str, by: timedelta) -> None:
         """Move the time of a save request into the past."""
-        async with writing(self.catalog) as session:
+        async with self.catalog._writing() as session:
             change = update(Checkpoint).where(Checkpoint.name == name)
             await session.execute(change.values(asked_at=datetime.now(UTC) - by))
 
@@ -281,14 +279,15 @@ async def test_an_interrupted_deletion_is_completed_by_housekeeping(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     await world.save("a")
-    do = getattr(ObjectStoreClient, last)
+    objects = world.checkpoints._objects
+    do = getattr(objects, last)
 
-    async def die_after(objects: ObjectStoreClient, where: str) -> None:
-        await do(objects, where)
+    async def die_after(where: str) -> None:
+        await do(where)
         raise Died
 
     with monkeypatch.context() as dying:
-        dying.setattr(ObjectStoreClient, last, die_after)
+        dying.setattr(objects, last, die_after)
         with pytest.raises(Died):
             await world.checkpoints.delete(path("a"), ME)
     assert await world.names() == set()
@@ -413,16 +412,16 @@ async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_aga
 ) -> None:
     await world.catalog.record_pending_checkpoint(path("a"), "me")
     await world.put(a_manifest(path("a")))
-    read = ObjectStoreClient.read
+    read = world.checkpoints._objects.read
 
-    async def read_and_delete(objects: ObjectStoreClient, key: str) -> bytes | None:
-        content = await read(objects, key)
+    async def read_and_delete(key: str) -> bytes | None:
+        content = await read(key)
         with monkeypatch.context() as undone:
-            undone.setattr(ObjectStoreClient, "read", read)
+            undone.setattr(world.checkpoints._objects, "read", read)
             await world.checkpoints.delete(path("a"), ME)
         return content
 
-    monkeypatch.setattr(ObjectStoreClient, "read", read_and_delete)
+    monkeypatch.setattr(world.checkpoints._objects, "read", read_and_delete)
     assert await world.names() == set()
     monkeypatch.undo()
 
@@ -432,18 +431,18 @@ async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_aga
 @pytest.fixture
 def looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys that were read, in order; no more than 16 are read at a time."""
-    read, keys, reading = ObjectStoreClient.read, list[str](), set[str]()
+    read, keys, reading = world.checkpoints._objects.read, list[str](), set[str]()
 
-    async def counted(objects: ObjectStoreClient, key: str) -> bytes | None:
+    async def counted(key: str) -> bytes | None:
         keys.append(key)
         reading.add(key)
         assert len(reading) <= 16
         try:
-            return await read(objects, key)
+            return await read(key)
         finally:
             reading.discard(key)
 
-    monkeypatch.setattr(ObjectStoreClient, "read", counted)
+    monkeypatch.setattr(world.checkpoints._objects, "read", counted)
     return keys
 
 

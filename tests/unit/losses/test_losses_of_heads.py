@@ -34,13 +34,12 @@ async def test_a_loss_that_waits_for_another_one_of_its_owner_occupies_no_thread
         await head.begin()
         await head.answer(0)
         losses = head.backend.losses
-        owners = losses._owners
         # As if a loss of this owner were being computed.
-        owners.running.add(head.spec.owner)
+        losses._owners.running.add(head.spec.owner)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         try:
             send_custom(head)
-            await until(lambda: bool(owners.lines))
+            await until(lambda: bool(losses._owners.lines))
 
             assert await asyncio.wait_for(asyncio.to_thread(int), timeout=60) == 0
         finally:

@@ -55,12 +55,6 @@ def a_service(connection: Connection) -> Json:
     return connection.api.put(SERVICE, {}, labels={labels.SESSION_LABEL: "one"})
 
 
-async def write_status(controller: Controller, connection: Connection) -> None:
-    """Write an unchanged status, as a reconciliation does."""
-    uid = connection.api.objects[f"{SESSIONS}/one"]["metadata"]["uid"]
-    await controller._executor.write_status("TrainingSession", "one", uid, {})
-
-
 def test_the_initial_list_of_a_watch_triggers_no_resync(controller: Controller) -> None:
     assert not controller.needs_resync.is_set()
 
@@ -90,7 +84,7 @@ async def test_a_missed_deletion_is_found_after_a_watch_restarts(
     controller: Controller, connection: Connection
 ) -> None:
     resyncing = asyncio.create_task(term.resync(controller, asyncio.Event(), SETTINGS))
-    assert await reached(lambda: controller.unready() is None)
+    await controller._is_complete.wait()
     controller.queue.done(await controller.queue.take())
 
     del connection.api.objects[SERVICE]
@@ -122,7 +116,7 @@ async def test_installing_kuberay_restarts_the_watches(
     connection.api.has_kuberay = False
     stop = asyncio.Event()
     resyncing = asyncio.create_task(term.resync(controller, stop, SETTINGS))
-    assert await reached(lambda: controller.unready() is None)
+    await controller._is_complete.wait()
     assert not controller.has_kuberay
 
     connection.api.has_kuberay = True
@@ -140,10 +134,12 @@ async def test_installing_kuberay_restarts_the_watches(
 async def test_a_change_that_the_response_to_an_own_write_shows_first_is_reconciled(
     controller: Controller, connection: Connection, changed: dict[str, Any]
 ) -> None:
+    observed = await controller._observe("one")
+    assert observed is not None
     controller.queue.done(await controller.queue.take())
     event = connection.api.put(f"{SESSIONS}/one", {}, **changed)
 
-    await write_status(controller, connection)
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
     controller.on_event("TrainingSession", "MODIFIED", event)
 
     assert len(controller.queue) == 1
@@ -199,9 +195,11 @@ def test_the_order_of_starts_follows_the_setting(connection: Connection, heads: 
 async def test_an_own_write_alone_causes_no_reconciliation(
     controller: Controller, connection: Connection
 ) -> None:
+    observed = await controller._observe("one")
+    assert observed is not None
     controller.queue.done(await controller.queue.take())
 
-    await write_status(controller, connection)
+    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
 
     assert len(controller.queue) == 0
 
@@ -213,7 +211,7 @@ async def test_a_duplicate_base_model_becomes_active_when_the_older_one_is_delet
     younger = connection.api.put(f"{BASE_MODELS}/b", a_base_model_manifest("b"))
     for offered in (older, younger):
         controller.on_event("BaseModel", "ADDED", offered)
-    await controller.resync()
+    controller._is_complete.set()
     working = asyncio.create_task(controller.work_on_base_models())
     assert await reached(lambda: reason_of(connection, "b") == "Duplicate")
 

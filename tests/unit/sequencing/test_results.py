@@ -267,11 +267,6 @@ class Unwalked(dict[str, Any]):
     __iter__ = keys = values = items
 
 
-def forbid_scans(patch: pytest.MonkeyPatch, results: Results) -> None:
-    """Make an iteration over all results fail."""
-    patch.setattr(results, "_entries", Unwalked(results._entries))
-
-
 async def test_abandoning_a_target_does_not_scan_other_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -284,7 +279,7 @@ async def test_abandoning_a_target_does_not_scan_other_results(
         assert not results.has_room("me")
 
         with monkeypatch.context() as patch:
-            forbid_scans(patch, results)
+            patch.setattr(results, "_entries", Unwalked(results._entries))
             results.abandon("a")
             results.abandon("nobody")
 
@@ -306,7 +301,7 @@ async def test_expiring_results_does_not_scan_other_results(
         results.finish(f"a:{index}", a_result())
         if index % 2:
             results.mark_read(f"a:{index}")
-    forbid_scans(monkeypatch, results)
+    monkeypatch.setattr(results, "_entries", Unwalked(results._entries))
 
     clock.now = 12
     results.sweep()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -62,11 +61,6 @@ class Held:
         self._loop.call_soon_threadsafe(self.began.set)
         asyncio.run_coroutine_threadsafe(self.may_end.wait(), self._loop).result(10)
         self._ending()
-
-
-def tasks_of(thread: ColocatedThread) -> set[asyncio.Task[Any]]:
-    """Return the jobs that wait for the thread, or run."""
-    return thread._tasks
 
 
 @pytest.fixture
@@ -162,7 +156,7 @@ async def test_a_job_cancelled_before_it_owns_the_gpus_never_runs() -> None:
     await waits.wait()
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    await until(lambda: not tasks_of(thread))
+    await until(lambda: not thread._tasks)
 
     assert await thread.run_lightweight(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
@@ -230,7 +224,7 @@ async def test_waiting_jobs_end_on_cancellation_after_the_thread_has_stopped(
     job.may_end.set()
     await stopping
     # As asyncio does with remaining tasks when a process ends.
-    started = [*waiting, *tasks_of(thread)]
+    started = [*waiting, *thread._tasks]
     for task in started:
         task.cancel()
 

@@ -1,1 +1,0 @@
-"""What all `tinkercloud` commands share: options, requests, output, progress, the local catalog."""
