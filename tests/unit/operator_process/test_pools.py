@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool import head_answers
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool.pool_model import Cluster
@@ -152,7 +153,8 @@ class Operator:
             name, sharing="Shared", modelId=f"{name}:train:0", poolCluster=cluster
         )
         run["metadata"]["finalizers"] = [labels.FINALIZER]
-        run["metadata"]["annotations"] = annotations
+        used = timestamp(datetime.now(UTC))
+        run["metadata"]["annotations"] = {labels.LAST_ACTIVITY: used, **annotations}
         self.see("TrainingSession", run, conditions=[ACCEPTED])
 
     def see_change(self, name: str, *, status: Json | None = None, **metadata: Any) -> None:

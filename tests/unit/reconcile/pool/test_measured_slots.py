@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory, head_memory
 from tinkercloud_operator.decide.pool.pool_facts import pool_facts
 from tinkercloud_operator.decide.pool.pool_model import PoolFacts, Refusal
@@ -47,7 +48,7 @@ def a_sampler(name: str, cluster: str, **status: Any) -> Any:
     return placed | {"status": status}
 
 
-def a_run(name: str, cluster: str | None = None, rank: int = 8) -> Any:
+def a_run(name: str, cluster: str | None = None, rank: int = 8, silent_minutes: int = 0) -> Any:
     run = a_session(
         name,
         sharing="Shared",
@@ -56,6 +57,8 @@ def a_run(name: str, cluster: str | None = None, rank: int = 8) -> Any:
         lora={"rank": rank},
     )
     run["metadata"]["finalizers"] = [labels.FINALIZER]
+    used = timestamp(NOW - timedelta(minutes=silent_minutes))
+    run["metadata"]["annotations"] = {labels.LAST_ACTIVITY: used}
     return run | {"status": {"conditions": [ACCEPTED]}}
 
 
@@ -219,11 +222,21 @@ def test_a_placed_run_without_room_gets_another_cluster_and_says_why_it_waits() 
         f" ready: {plan.create[0]}"
     )
     full = plan_pool(at_most)
-    assert (full.create, full.changes_at) == ((), None)
+    assert (full.create, full.changes_at) == ((), NOW + timedelta(minutes=5))
     assert "pool.maxClusters is 1" in full.waiting["two"]
     status = pool_status(at_most)
     assert status is not None
     assert status.waiting == 1
+
+
+def test_nothing_is_started_or_moved_for_a_run_whose_client_is_silent() -> None:
+    _, memory = two_on_a_head_of_one(b=a_full_head("three:train:0", room_for_ranks=8))
+    there = [a_cluster("a"), a_run("one", "a"), a_run("two", "a", silent_minutes=5)]
+
+    alone = plan_pool(facts_of(*there, measured=memory))
+    other = plan_pool(facts_of(*there, a_cluster("b"), a_run("three", "b"), measured=memory))
+
+    assert (alone.create, alone.waiting, other.moves.start) == ((), {}, {})
 
 
 def test_a_placed_run_without_room_is_moved_to_a_cluster_that_has_some() -> None:

@@ -211,6 +211,7 @@ def _member(
         model_id=spec.get("modelId") if is_run else None,
         rank=spec.get("lora", {}).get("rank", _DEFAULT_RANK) if is_run else 0,
         refusal=_refusal(failed.get(head)) if is_run else None,
+        used_at=parsing.last_activity(session),
     )
 
 

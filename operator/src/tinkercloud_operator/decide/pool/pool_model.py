@@ -6,10 +6,13 @@ A session that shares a cluster is a *member* of the pool.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tinkercloud_crds.base_model import Pool
 from tinkercloud_protocol.heads.capacity import HeadCapacity
+
+_SILENCE = timedelta(minutes=5)
+"""How long after a client's last sign of life it may still wait for its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,8 @@ class Member:
     """Rank of its adapter; 0 for samplers."""
     refusal: Refusal | None = None
     """That the head of its cluster could not give it away, if that was its last answer."""
+    used_at: datetime | None = None
+    """When its client was last active, to the minute; None if that is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +191,14 @@ class PoolFacts:
         """Return the members whose cluster has no room for their model, which is not there.
 
         They had room when they were placed, or nothing was known of it. Those that are being moved
-        are not among them.
+        are not among them, nor those of silent clients: nobody waits for their models.
         """
         clusters = {each.name: each for each in self.clusters}
         return [
             member
             for member in self.members
             if member.waits_since is not None and member.moving_to is None
+            if self.now < (silent_at(member) or self.now)
             if member.cluster in clusters and _lacks_room(clusters[member.cluster], member)
         ]
 
@@ -233,6 +239,15 @@ class PoolFacts:
     def free(self, clusters: Iterable[Cluster], load: Mapping[str, int]) -> int:
         """Return the number of free slots of clusters, including those that are starting."""
         return sum(max(0, self.slots_of(each) - load.get(each.name, 0)) for each in clusters)
+
+
+def silent_at(member: Member) -> datetime | None:
+    """Return when nobody waits for a member's model any more; None if it may not wait.
+
+    A client that waits asks again and again.
+    """
+    moments = [each for each in (member.waits_since, member.used_at) if each is not None]
+    return max(moments) + _SILENCE if member.waits_since is not None else None
 
 
 def _lacks_room(cluster: Cluster, member: Member) -> bool:

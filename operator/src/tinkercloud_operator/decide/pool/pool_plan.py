@@ -11,7 +11,13 @@ from datetime import datetime, timedelta
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts, size_of
+from tinkercloud_operator.decide.pool.pool_model import (
+    Cluster,
+    Member,
+    PoolFacts,
+    silent_at,
+    size_of,
+)
 from tinkercloud_operator.decide.pool.pool_moves import Moves, plan_moves, room_elsewhere
 from tinkercloud_operator.decide.tenancy.turns import in_turn
 
@@ -276,6 +282,7 @@ def _changes_at(
     moments = [_due(member, facts.pool) for member in waiting]
     moments += [each for each in (facts.closed_until, moves.changes_at) if each is not None]
     moments += [each for each in facts.ending.values() if each is not None]
+    moments += [each for each in map(silent_at, facts.without_room()) if each is not None]
     if not waiting and len(_usable(facts)) > facts.pool.min_clusters:
         moments += [
             _unused_at(facts, cluster) for cluster in _usable(facts) if not load[cluster.name]
