@@ -110,7 +110,7 @@ e2e: cluster-images $(MODEL_FOLDER) $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,s
 
 release-check: export TINKERCLOUD_TEST_RELEASE = 1
 release-check: export TINKERCLOUD_TEST_ASSEMBLED_IMAGES =
-release-check: sbom images e2e ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour)
+release-check: sbom images e2e ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour and 60 GB)
 	@$(BIN)/pytest -rP tests/cluster/test_release.py
 
 publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr.io/example
