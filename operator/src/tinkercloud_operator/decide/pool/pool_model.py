@@ -197,9 +197,9 @@ class PoolFacts:
         return [
             member
             for member in self.members
-            if member.waits_since is not None and member.moving_to is None
-            if self.now < (silent_at(member) or self.now)
-            if member.cluster in clusters and _lacks_room(clusters[member.cluster], member)
+            if (silent := silent_at(member)) is not None and self.now < silent
+            if member.moving_to is None and member.cluster in clusters
+            if _lacks_room(clusters[member.cluster], member)
         ]
 
     def slots_of_next(self) -> int:

@@ -228,7 +228,7 @@ def _movable(facts: PoolFacts, source: Cluster) -> list[Member]:
 def _targets(
     facts: PoolFacts, members: Iterable[Member], load: Counter[str], room: int
 ) -> tuple[dict[str, str], set[str]]:
-    """Return the clusters to move members to, and the names of those that fit none of them.
+    """Return a target cluster for each member, and the names of members without one.
 
     Args:
         facts: the facts about the pool.
