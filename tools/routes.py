@@ -31,8 +31,8 @@ def api_server_rows() -> list[tuple[str, ...]]:
         )
         app = Application(settings, LocalProvider([], settings))
     return [
-        (row.method, row.path, row.authentication, row.limit, row.event, row.handler)
-        for row in app.route_table
+        (row.method, row.path, row.authentication, row.limit, row.effect.event or "", row.handler)
+        for row in sorted(app.route_table, key=lambda row: (row.path, row.method))
     ]
 
 

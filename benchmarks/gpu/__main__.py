@@ -79,13 +79,11 @@ PARTS = (
     Part(("G1m",), "megatron", "large"),
     Part(("P1", "P2", "P3", "P4", "P5"), "memory", "torch_trainer"),
     Part(("P6", "P7", "P8", "P9", "P10"), "memory", "megatron"),
-    Part(
-        (*(f"S{number}" for number in (*range(1, 10), *range(13, 16), 29, 30)),), "sglang", "served"
-    ),
+    Part((*(f"S{number}" for number in (*range(1, 10), 13, 14, 29, 30)),), "sglang", "served"),
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
     Part(("S19", "S20"), "sglang", "latent_attention"),
-    Part(("S21", "S22", "S23", "S24", "S25"), "sglang", "two_ranks"),
-    Part(("S26", "S27", "S28"), "sglang_ranks", "from_ranks"),
+    Part(("S21", "S22", "S23", "S25"), "sglang", "two_ranks"),
+    Part(("S26", "S27"), "sglang_ranks", "from_ranks"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
 """Numerics first, then small to large models, memory-intensive parts later, and third-party servers

@@ -60,17 +60,16 @@ _WAITED_SECONDS = 60.0
 
 
 def served(bench: Bench) -> Iterator[Measurement]:
-    """S1 to S9, S13 to S15, S29, S30: a server as in a pod, in float32."""
+    """S1 to S9, S13, S14, S29, S30: a server as in a pod, in float32."""
     shape = SMALL if bench.device.type == "cpu" else SHAPE
     with a_proof(bench, shape.build, torch.float32) as proof:
         for check in SERVED:
             yield check(proof)
         # These come last, because several heads then have changed the server's weights.
-        yield _whole(proof, "S8", "in requests", proof.sampler, "request")
-        yield _whole(proof, "S9", "from its folder", proof.reader, "file")
+        yield whole(proof, "S8", "in requests", proof.sampler, "request")
+        yield whole(proof, "S9", "from its folder", proof.reader, "file")
         yield _forsaken(proof)
-        yield _carried(proof, "S13", "over a process group", proof.joined, "group")
-        yield _carried(proof, "S15", _shared(bench), proof.shared, "shared_memory")
+        yield carried(proof, "S13", "over a process group", proof.joined, "group")
 
 
 def mixture(bench: Bench) -> Iterator[Measurement]:
@@ -78,8 +77,8 @@ def mixture(bench: Bench) -> Iterator[Measurement]:
     with a_proof(bench, MIXTURE.build, torch.float32) as proof:
         yield _alone_and_together(proof, "S16", "a mixture, adapters of its experts too")
     with a_proof(bench, MIXTURE.build, torch.float32, modules=OUTSIDE_EXPERTS) as proof:
-        yield _whole(proof, "S17", "of a mixture in requests", proof.sampler, "request")
-        yield _whole(proof, "S18", "of a mixture from its folder", proof.reader, "file")
+        yield whole(proof, "S17", "of a mixture in requests", proof.sampler, "request")
+        yield whole(proof, "S18", "of a mixture from its folder", proof.reader, "file")
 
 
 def latent_attention(bench: Bench) -> Iterator[Measurement]:
@@ -88,13 +87,13 @@ def latent_attention(bench: Bench) -> Iterator[Measurement]:
         yield _alone_and_together(proof, "S19", "latent attention, adapters of it and of experts")
     small_parts = patch.object(sglang_weights, "_BUCKET_BYTES", _SMALL_PART)
     with a_proof(bench, latent, torch.float32, modules=OUTSIDE_EXPERTS) as proof, small_parts:
-        yield _whole(
+        yield whole(
             proof, "S20", "with latent attention in many requests", proof.sampler, "request"
         )
 
 
 def two_ranks(bench: Bench) -> Iterator[Measurement]:
-    """S21 to S25: servers that divide the model over two ranks, in float32.
+    """S21 to S23, S25: servers that divide the model over two ranks, in float32.
 
     Raises:
         Skipped: they would have one GPU.
@@ -103,11 +102,8 @@ def two_ranks(bench: Bench) -> Iterator[Measurement]:
         raise Skipped("two ranks need two GPUs")
     with a_proof(bench, SMALL.build, torch.float32, ranks=_RANKS) as proof:
         yield _alone_and_together(proof, "S21", "two ranks, a base and adapters")
-        yield _whole(proof, "S22", "to two ranks in requests", proof.sampler, "request")
-        yield _carried(proof, "S23", "to two ranks over a process group", proof.joined, "group")
-        yield _carried(
-            proof, "S24", f"to two ranks {_shared(bench)}", proof.shared, "shared_memory"
-        )
+        yield whole(proof, "S22", "to two ranks in requests", proof.sampler, "request")
+        yield carried(proof, "S23", "to two ranks over a process group", proof.joined, "group")
     with a_proof(bench, MIXTURE.build, torch.float32, ranks=_RANKS) as proof:
         yield _alone_and_together(proof, "S25", "two ranks of a mixture, adapters of its experts")
 
@@ -125,11 +121,7 @@ def colocated(bench: Bench) -> Iterator[Measurement]:
         yield _afterwards(proof)
 
 
-def _shared(bench: Bench) -> str:
-    return "in memory of the GPU" if bench.device.type == "cuda" else "in shared memory"
-
-
-def _alone(proof: Proof) -> Measurement:
+def alone(proof: Proof) -> Measurement:
     gaps = [proof.gap(version) for version in VERSIONS]
     figure = _adapted(proof, "S1", "a base, an adapter, another", np.concatenate(gaps))
     return gone_by(figure, proof.loads, "adapter", "request")
@@ -158,7 +150,7 @@ def _together(proof: Proof) -> Measurement:
     )  # fmt: skip
 
 
-def _from_files(proof: Proof) -> Measurement:
+def from_files(proof: Proof) -> Measurement:
     loads = proof.publish("one", sampler=proof.reader)
     request = replace(a_request(prompt(7), 1), prompt_logprobs=PromptLogprobParams(logprobs_from=1))
     [sent] = proof.sample(("one", request))
@@ -310,7 +302,7 @@ def _of_others(proof: Proof) -> Measurement:
     )  # fmt: skip
 
 
-def _whole(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
+def whole(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
     """Replace the server's weights, then load the base and an adapter again."""
     loads = proof.publish("whole", BASE, sampler=sampler)
     gap = largest_error(proof.gap("whole", sampler=sampler))
@@ -356,9 +348,9 @@ def _forsaken(proof: Proof) -> Measurement:
     )  # fmt: skip
 
 
-def _carried(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
+def carried(proof: Proof, name: str, how: str, sampler: InferenceSampler, way: Way) -> Measurement:
     proof.publish("one", sampler=sampler)
-    return _whole(proof, name, how, sampler, way)
+    return whole(proof, name, how, sampler, way)
 
 
 def _rounded(proof: Proof, dtype: str) -> Measurement:
@@ -415,9 +407,9 @@ def _afterwards(proof: Proof) -> Measurement:
 
 Check = Callable[[Proof], Measurement]
 SERVED: tuple[Check, ...] = (
-    _alone,
+    alone,
     _together,
-    _from_files,
+    from_files,
     _scored,
     _seeds,
     _stops,

@@ -113,8 +113,6 @@ class Proof:
     """The sampler of another head; the server reads weights from files."""
     joined: InferenceSampler
     """The sampler of a third head, which sends full models over a process group."""
-    shared: InferenceSampler
-    """The sampler of a fourth head, which shares full models in device memory."""
     server: Server
     dialect: SglangDialect
     """For requests that samplers do not send."""
@@ -255,14 +253,12 @@ def a_proof(
             patch.object(sglang_weights, "_MAX_SENT_BYTES", 0),
         ):
             reader = _sampler(server, folder, "read", colocated)
-        memory = "cuda" if bench.device.type == "cuda" else "cpu"
         # NCCL refuses the two ranks that a single GPU would have.
         joined = _sampler(server, folder, "joined", {"process_group": "gloo"})
-        shared = _sampler(server, folder, "shared", {"shared_memory": memory})
         dialect = SglangDialect(
             InferenceClient(server.url, key=server.key_file.read_text(), max_concurrent=8)
         )
-        samplers = (sender, reader, joined, shared)
+        samplers = (sender, reader, joined)
         for closing in (*samplers, dialect.client):
             stack.callback(_run, runner, closing.close)
         versions = (BASE,) if modules else VERSIONS
@@ -315,8 +311,7 @@ def _sampler(
     server: Server, folder: Path, name: str, fields: Mapping[str, Any]
 ) -> InferenceSampler:
     """Return the sampler of a head, which trains by itself; see `head_config`."""
-    trainer = TrainerConfig(device=fields.get("shared_memory", "cpu"))
-    config = head_config(server, folder, name, fields, trainer)
+    config = head_config(server, folder, name, fields, TrainerConfig())
     return inference_sampler(config, byte_tokenizer(), HeadWeightHost())
 
 

@@ -33,7 +33,6 @@ from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.metrics import Way
 
 _RANKS = 2
 WHOLE = "whole"
@@ -41,16 +40,15 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class Ranks:
-    """A trainer of ranks, and the samplers of its head."""
+    """A trainer of ranks, and the sampler of its head."""
 
     trainer: Trainer
-    samplers: dict[Way, InferenceSampler]
-    """Samplers by the transfer path of full models."""
+    sampler: InferenceSampler
     how: str
 
 
 def from_ranks(bench: Bench) -> Iterator[Measurement]:
-    """S26 to S28: adapters and a whole model of megatron's ranks, in float32.
+    """S26, S27: adapters and a whole model of megatron's ranks, in float32.
 
     Raises:
         Skipped: there is no megatron-core.
@@ -59,8 +57,7 @@ def from_ranks(bench: Bench) -> Iterator[Measurement]:
         raise Skipped("megatron is not installed (pip install megatron-core)")
     with a_proof(bench, SMALL.build, torch.float32) as proof, _trained(bench, proof) as ranks:
         yield _adapters(proof, ranks)
-        yield _whole(proof, ranks, "S27", "over a process group", "group")
-        yield _whole(proof, ranks, "S28", "in memory that is shared", "shared_memory")
+        yield _whole(proof, ranks)
 
 
 @contextmanager
@@ -72,29 +69,18 @@ def _trained(bench: Bench, proof: Proof) -> Iterator[Ranks]:
         backend="megatron", ranks=count, tensor_parallel=count, device=device, dtype="float32"
     )
     # NCCL refuses the two ranks that a single GPU would have.
-    ways: dict[Way, dict[str, str]] = {
-        "group": {"process_group": "gloo"},
-        "shared_memory": {"shared_memory": device},
-    }
-    configs = {
-        way: head_config(proof.server, proof.scratch, f"ranks-{way}", fields, trainer)
-        for way, fields in ways.items()
-    }
-    weight_host = build_weight_host(configs["group"])
+    config = head_config(proof.server, proof.scratch, "ranks", {"process_group": "gloo"}, trainer)
+    weight_host = build_weight_host(config)
     assert weight_host is not None
-    ranked = build_trainer(configs["group"], _no_base, weight_host)
-    tokenizer = byte_tokenizer()
-    samplers = {
-        way: inference_sampler(config, tokenizer, weight_host) for way, config in configs.items()
-    }
+    ranked = build_trainer(config, _no_base, weight_host)
+    sampler = inference_sampler(config, byte_tokenizer(), weight_host)
     try:
         for name in (*SEEDS, WHOLE):
             ranked.add_model(name, None if name == WHOLE else LoraConfig(rank=RANK))
             ranked.import_state(name, proof.trainer.export_state(name))
-        yield Ranks(ranked, samplers, f"{count} ranks of megatron-core (tensor parallel)")
+        yield Ranks(ranked, sampler, f"{count} ranks of megatron-core (tensor parallel)")
     finally:
-        for sampler in samplers.values():
-            proof.runner.run(sampler.close())
+        proof.runner.run(sampler.close())
         ranked.close()  # type: ignore[attr-defined] # a trainer with ranks has it
         ray.shutdown()
 
@@ -104,28 +90,26 @@ def _no_base() -> Never:
 
 
 def _adapters(proof: Proof, ranks: Ranks) -> Measurement:
-    sampler = ranks.samplers["group"]
     for name in SEEDS:
-        proof.runner.run(sampler.publish(name, ranks.trainer.publication(name)()))
-    gap = proof.gap(*SEEDS, sampler=sampler)
+        proof.runner.run(ranks.sampler.publish(name, ranks.trainer.publication(name)()))
+    gap = proof.gap(*SEEDS, sampler=ranks.sampler)
     return Measurement(
         "S26", f"SGLang's logprobs - our torch trainer's: adapters of {ranks.how}, float32",
         largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"mean {gap.mean():.1e}",
     )  # fmt: skip
 
 
-def _whole(proof: Proof, ranks: Ranks, figure: str, how: str, way: Way) -> Measurement:
-    sampler = ranks.samplers[way]
+def _whole(proof: Proof, ranks: Ranks) -> Measurement:
     published = ranks.trainer.publication(WHOLE)()
     before = loads_of(proof.dialect.client.url)
-    proof.runner.run(sampler.publish(WHOLE, published))
+    proof.runner.run(ranks.sampler.publish(WHOLE, published))
     loads = loads_of(proof.dialect.client.url) - before
-    gap = proof.gap(WHOLE, sampler=sampler)
-    apart = proof.gap(WHOLE, against=BASE, sampler=sampler).mean()
+    gap = proof.gap(WHOLE, sampler=ranks.sampler)
+    apart = proof.gap(WHOLE, against=BASE, sampler=ranks.sampler).mean()
     measured = Measurement(
-        figure, f"the same: a whole model of those ranks {how}, past the head",
+        "S27", "the same: a whole model of those ranks over a process group, past the head",
         largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
     )  # fmt: skip
     if isinstance(published, WeightsSnapshot):
         return replace(measured, value=math.inf, note="it went through the head")
-    return gone_by(measured, loads, "model", way)
+    return gone_by(measured, loads, "model", "group")

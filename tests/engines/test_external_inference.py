@@ -28,6 +28,7 @@ from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
 from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
 from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
+from tinkercloud_testing.sglang.sampling import cleaned_up, servers_of
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, StopRules
@@ -322,7 +323,7 @@ async def test_a_lost_adapter_is_reloaded(
     request = a_sampling_request(PROMPTS[0], max_tokens=4, stop=NEVER)
     before = await sampler.sample("one", request)
     [adapter] = await adapters_of(vllm)
-    [its_engine] = sampler._servers.values()
+    [its_engine] = servers_of(sampler).values()
     await its_engine.dialect.unload_adapter(adapter)
     assert await adapters_of(vllm) == set()
 
@@ -342,7 +343,7 @@ async def test_a_retired_version_is_removed_from_server_and_folder(
     assert exported.tensors.keys() == engine.trainer.snapshot("one").tensors.keys()
 
     await sampler.retire("one")
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
 
     left = await adapters_of(vllm)
     assert len(left) == 1

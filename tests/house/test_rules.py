@@ -151,3 +151,36 @@ def test_no_function_of_the_product_is_named_by_tests_only() -> None:
         ]
 
     assert unused == [], "a caller was lost, or the function is not needed"
+
+
+MAX_PRIVATE_USES = 112
+"""How often tests may use private attributes of other objects; lower it when there are fewer."""
+_OF_SGLANG = ROOT / "tests/support/tinkercloud_testing/sglang"
+"""Runs functions of SGLang by their own names."""
+
+
+def private_uses(source: str) -> list[str]:
+    """Return the private attributes that a module uses of other objects than its own."""
+    attributes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+    return [
+        ast.unparse(node)
+        for node in attributes
+        if re.match("_[a-zA-Z]", node.attr)
+        and ast.unparse(node.value) not in {"self", "cls", "super()"}
+        and ast.unparse(node) != "os._exit"
+    ]
+
+
+def test_tests_reach_into_objects_less_and_less() -> None:
+    paths = (path for path in (ROOT / "tests").rglob("*.py") if path.parent != _OF_SGLANG)
+    found = [f"{path.name}: {use}" for path in paths for use in private_uses(path.read_text())]
+
+    assert len(found) <= MAX_PRIVATE_USES, "use what is public, or a helper of tests/support"
+    assert len(found) > MAX_PRIVATE_USES - 10, f"lower MAX_PRIVATE_USES to {len(found)}"
+
+
+def test_uses_of_private_attributes_are_found() -> None:
+    source = "self._a; super()._b; cls._c; os._exit(1); a.__doc__; a.b"
+
+    assert private_uses(source) == []
+    assert set(private_uses("self.a._b.c; f()._d")) == {"self.a._b", "f()._d"}

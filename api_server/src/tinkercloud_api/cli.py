@@ -9,15 +9,13 @@ cluster (KUBECONFIG). `plan` needs neither.
 import asyncio
 import json
 import re
-from datetime import datetime, timedelta
+from collections import deque
+from datetime import timedelta
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from tinkercloud_api.access.auth import Role, hash_key, new_key
-from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
-from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.commands import (
     audit_commands,
     backup_commands,
@@ -26,29 +24,33 @@ from tinkercloud_api.commands import (
     cluster_commands,
     demo_command,
     drain_command,
+    plan_command,
     program_commands,
     project_commands,
+    run_commands,
     usage_commands,
     user_commands,
 )
-from tinkercloud_api.commands.local_catalog import (
+from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
-    moment_of,
     with_catalog,
 )
-from tinkercloud_api.commands.shared import (
+from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Watch,
     fail,
     read_settings,
     request,
+    say,
     show,
+    watch,
 )
-from tinkercloud_api.config import api_logs, state_folder
-from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
+from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -64,6 +66,7 @@ app.add_typer(catalog_commands.app, name="catalog")
 app.add_typer(backup_commands.app, name="backup")
 app.add_typer(models_app, name="models")
 app.add_typer(sessions_app, name="sessions")
+app.add_typer(run_commands.app, name="runs")
 app.add_typer(program_commands.app, name="programs")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(user_commands.app, name="users")
@@ -71,8 +74,9 @@ app.add_typer(project_commands.app, name="projects")
 app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
+app.command("plan")(plan_command.plan_model)
 app.command("usage")(usage_commands.show_usage)
-app.command("audit")(audit_commands.show_audit)
+app.add_typer(audit_commands.app, name="audit")
 
 _OVERLAP = timedelta(days=1)
 _UNITS = {"d": "days", "h": "hours", "m": "minutes", "s": "seconds"}
@@ -135,10 +139,11 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
-    # The server takes a second to load, which other commands need not.
-    from tinkercloud_api.admin.preflight import CannotServeError  # noqa: PLC0415
-    from tinkercloud_api.providers.model_arguments import ModelNotFoundError  # noqa: PLC0415
-    from tinkercloud_api.serve import run_server  # noqa: PLC0415
+    from tinkercloud_api.admin.preflight import CannotServeError
+    from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
+    from tinkercloud_api.config import api_logs, state_folder
+    from tinkercloud_api.providers.model_arguments import ModelNotFoundError
+    from tinkercloud_api.serve import run_server
 
     api_logs.configure(settings)
     try:
@@ -194,6 +199,9 @@ def create_key(
     as_json: Json = False,
 ) -> None:
     """Create an API key and print it. It is not shown again."""
+    from tinkercloud_api.access.auth import hash_key, new_key
+    from tinkercloud_api.catalog.schema.tables import now
+
     key = new_key()
     limits = ["--role", role, "--expires", expires or "never"]
     row = change_catalog(
@@ -207,11 +215,8 @@ def create_key(
             expires_at=now() + expires if expires is not None else None,
         ),
     )
-    if as_json:
-        made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
-        typer.echo(json.dumps({**made, "expires": moment_of(row.expires_at)}))
-    else:
-        typer.echo(key)
+    made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+    say(key, {**made, "expires": moment(row.expires_at)}, as_json=as_json)
 
 
 @keys_app.command("list")
@@ -223,10 +228,10 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "name": row.name,
             "owner": row.owner,
             "role": row.role,
-            "created": moment_of(row.created_at),
-            "last used": moment_of(row.last_used_at),
-            "expires": moment_of(row.expires_at),
-            "revoked": moment_of(row.revoked_at),
+            "created": moment(row.created_at),
+            "last used": moment(row.last_used_at),
+            "expires": moment(row.expires_at),
+            "revoked": moment(row.revoked_at),
         }
         for row in with_catalog(state_dir, lambda catalog: catalog.keys())
     ]
@@ -240,7 +245,7 @@ def revoke_key(
     state_dir: StateDir = None,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
-    change = Change("key_revoke", ["keys", "revoke", key_id])
+    change = Change("key_revoke", ["keys", "revoke", key_id], [f"key {key_id}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
 
@@ -262,8 +267,12 @@ def rotate_key(
     as_json: Json = False,
 ) -> None:
     """Replace an API key: print a new one with its name, owner and role. It is not shown again."""
+    from tinkercloud_api.access.auth import hash_key, new_key
+    from tinkercloud_api.catalog.schema.tables import now
+
     key, ends_at = new_key(), now() + overlap
-    change = Change("key_rotate", ["keys", "rotate", key_id, "--overlap", overlap])
+    arguments = ["keys", "rotate", key_id, "--overlap", overlap]
+    change = Change("key_rotate", arguments, [f"key {key_id}"])
     row = change_catalog(
         state_dir,
         change,
@@ -271,18 +280,23 @@ def rotate_key(
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
-    if as_json:
-        typer.echo(json.dumps({"id": row.id, "key": key, "owner": row.owner, "role": row.role}))
-    else:
-        typer.echo(key)
+    made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
+    say(key, made, as_json=as_json)
 
 
 @models_app.command("list")
-def list_models(api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False) -> None:
-    """List the served base models."""
-    answer = request("GET", base_url, api_key, "get_server_capabilities")
-    columns = ["model_name", "max_context_length", "trainable", "sampleable"]
-    show(answer["supported_models"], columns, as_json=as_json)
+def list_models(
+    api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
+) -> None:
+    """List the served base models: whether they are ready, are loading, or have failed and why."""
+    columns = ["model_name", "max_context_length", "trainable", "sampleable", "state"]
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, "get_server_capabilities")["supported_models"]
+        rows = [{**model, "state": model.get("state") or "unknown"} for model in found]
+        show(found if as_json else rows, columns, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 @sessions_app.command("list")
@@ -295,36 +309,49 @@ def list_sessions(
         bool, typer.Option("--all", help="List the sessions of all owners (admins only).")
     ] = False,
     as_json: Json = False,
+    again: Watch = False,
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
     scope = "accessible" if everybody else "owned"
-    answer = request("GET", base_url, api_key, f"session_usage?limit={limit}&access_scope={scope}")
-    if as_json:
-        typer.echo(json.dumps([{"session": s["session_id"], **s} for s in answer["sessions"]]))
-        return
-    columns = ["session", "owner", "state", "last heartbeat", "models", "memory"]
-    show([_session_row(session) for session in answer["sessions"]], columns, as_json=False)
+    path = f"session_usage?limit={limit}&access_scope={scope}"
+    columns = [
+        *("session", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
+        *("age", "last heartbeat", "models", "memory"),
+    ]
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, path)["sessions"]
+        rows = [{"session": s["session_id"], **s} if as_json else _session_row(s) for s in found]
+        show(rows, columns, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
     kept = [model["state"] for model in session["models"] if model["state"] != "deleted"]
     counts = [f"{kept.count(state)} {state}" for state in dict.fromkeys(kept)]
+    models = session["models"]
+    steps = [str(model["step"]) for model in models if model["step"] is not None]
+    waits = dict.fromkeys(model["queue_state"] for model in models)
     return {
         "session": session["session_id"],
         "owner": session["owner"],
+        "project": session["project_id"] or "",
+        "name": session["name"] or "",
+        "model": ", ".join(dict.fromkeys(model["base_model"] for model in models)),
+        "step": ", ".join(steps),
+        "tokens/min": f"{sum(model['tokens_per_minute'] for model in models):.0f}",
+        "queue": ", ".join(waits),
+        "age": run_commands.age_of(session["created_at"]),
         "state": session["state"],
-        "last heartbeat": _readable(session["last_heartbeat_at"]),
+        "last heartbeat": moment(session["last_heartbeat_at"]),
         "models": ", ".join(counts) or "none",
-        "memory": _megabytes(session["memory_bytes"]),
+        "memory": _memory(session),
     }
 
 
-def _readable(text: str) -> str:
-    return datetime.fromisoformat(text).isoformat(sep=" ", timespec="seconds")
-
-
-def _megabytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 1e6:.1f} MB"
+def _memory(of: dict[str, Any]) -> str:
+    return "unknown" if of["memory_bytes"] is None else binary_size(of["memory_bytes"])
 
 
 @sessions_app.command("show")
@@ -345,7 +372,7 @@ def show_session(
             "kind": "training run",
             "id": model["model_id"],
             "state": model["state"],
-            "memory": _megabytes(model["memory_bytes"]),
+            "memory": _memory(model),
         }
         for model in usage["models"]
     ]
@@ -362,59 +389,43 @@ def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> N
     request("DELETE", base_url, api_key, f"sessions/{session}")
 
 
-@app.command("plan")
-def plan_model(
-    model: Annotated[
-        str, typer.Argument(help="Folder in Hugging Face format, or model ID on the Hub.")
-    ],
-    gpus: Annotated[
-        str, typer.Option(help="Number and type of GPUs, such as 8xH100, 4xA100-40 or 2x48GiB.")
-    ],
-    gpus_per_node: Annotated[int, typer.Option(help="Number of GPUs per node.")] = 8,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option(help="Maximum sequence length, in tokens. Default: the model's, up to 32768."),
-    ] = None,
-    lora_rank: Annotated[int, typer.Option(min=1, max=1024, help="Maximum LoRA rank.")] = 32,
-    *,
-    pool_slots: Annotated[
-        int,
-        typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool."),
-    ] = 1,
-    full: Annotated[
-        bool, typer.Option("--full", help="Plan full fine-tuning instead of LoRA.")
-    ] = False,
-    as_json: Json = False,
+@app.command("logs")
+def show_logs(
+    name: Annotated[str, typer.Argument(help="Name of a served model, or id of a training run.")],
+    lines: Annotated[int, typer.Option(min=1, help="Number of lines, from the end.")] = 200,
+    state_dir: StateDir = None,
 ) -> None:
-    """Plan how to train and sample a model on GPUs. --json prints a BaseModel manifest."""
-    from tinkercloud_api.admin import plan_files  # noqa: PLC0415
+    """Print the end of the log of a session head on this machine."""
+    from tinkercloud_api.providers.local.head_folder import folder_of
 
-    try:
-        plan = plan_files.plan(
-            model,
-            gpus,
-            gpus_per_node=gpus_per_node,
-            sequence_length=sequence_length,
-            lora_rank=None if full else lora_rank,
-            pool_slots=pool_slots,
-        )
-        manifest = plan_files.base_model(plan, model) if as_json else None
-    except plan_files.CannotPlan as error:
-        fail(str(error))
-    if manifest is not None:
-        typer.echo(json.dumps(manifest, indent=2))
-        return
-    for part in plan_files.report(plan):
-        Console(emoji=False).print(part, highlight=False)
+    settings = read_settings(state_dir=state_dir)
+    if settings.provider == "kubernetes":
+        fail(f"heads are pods: use `kubectl --namespace {settings.namespace} logs POD`")
+    model = name
+    if ":train:" in name:
+        run = with_catalog(state_dir, lambda catalog: catalog.run(name))
+        if run is None:
+            fail(f"run {name!r} does not exist; see `tinkercloud runs list`")
+        model = run.base_model
+    file = folder_of(settings.state_dir, model) / "head.log"
+    if not file.is_file():
+        fail(f"{file} does not exist: no head has served {model!r} from this state folder")
+    typer.echo(f"log: {file}", err=True)
+    with file.open(errors="replace") as log:
+        for line in deque(log, lines):
+            typer.echo(line, nl=False)
 
 
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.admin.doctor import CheckResult, examine  # noqa: PLC0415 - as above
+    from tinkercloud_api.admin.doctor import examine
+    from tinkercloud_api.admin.machine_checks import CheckResult
+    from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 
     try:
-        results = asyncio.run(examine(load_settings(state_dir=state_dir)))
+        with waiting("checking this machine"):
+            results = asyncio.run(examine(load_settings(state_dir=state_dir)))
     except InvalidSettingsError as error:
         results = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [result.as_row() for result in results]

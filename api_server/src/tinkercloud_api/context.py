@@ -24,6 +24,7 @@ from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
+from tinkercloud_api.runs.run_control import Runs
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
@@ -47,6 +48,7 @@ class Context:
     downloads: Downloads
     locator: HeadLocator
     training_runs: TrainingRuns
+    runs: Runs
     proxy: Proxy
     activity: Activity
     shared_heads: SharedHeads

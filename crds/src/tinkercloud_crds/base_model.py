@@ -219,13 +219,6 @@ class BaseModelSpec(Part):
             ),
             (
                 "!has(self.sampler) || !has(self.sampler.engines)"
-                " || !has(self.sampler.engines.sharedMemory) || self.trainer.replicas == 1",
-                "sampler.engines.sharedMemory: requires a single trainer pod, because engines in"
-                " other pods cannot map its memory; set trainer.replicas to 1, or remove"
-                " sharedMemory",
-            ),
-            (
-                "!has(self.sampler) || !has(self.sampler.engines)"
                 " || !has(self.sampler.engines.processGroup)"
                 " || self.sampler.engines.processGroup != 'nccl'"
                 " || (self.trainer.replicas >= 1 && self.trainer.gpusPerReplica >= 1)",

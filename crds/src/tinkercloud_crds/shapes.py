@@ -313,12 +313,6 @@ class EnginesShape(Part):
     the rank. For each engine, the sender needs 0.3 GiB of memory and, during a transfer, another
     256 MiB or the size of the largest tensor, whichever is larger. `nccl` also needs the same
     amount of GPU memory and a CUDA context. Not valid for colocated engines."""
-    shared_memory: Literal["cpu", "cuda"] | None = None
-    """Type of shared memory that passes fully fine-tuned models to colocated engines of a single
-    trainer pod. If unset, or if a transfer fails, other transports are used. `cpu`: `/dev/shm` of
-    the pod. It needs free space for 512 MiB and for twice the largest tensor; see
-    `trainer.resources.sharedMemory`. `cuda`: memory of the first rank's GPU (CUDA IPC). It needs
-    the same amount of GPU memory and a CUDA context."""
 
 
 class ExternalServers(Part):
@@ -396,11 +390,6 @@ class SamplerShape(Part):
             (
                 "!self.colocated || !has(self.engines) || !has(self.engines.processGroup)",
                 "engines.processGroup: not valid for colocated engines; remove it",
-            ),
-            (
-                "self.colocated || !has(self.engines) || !has(self.engines.sharedMemory)",
-                "engines.sharedMemory: only valid for colocated engines; remove it, or set"
-                " engines.processGroup",
             ),
             (
                 f"self.backend != 'sglang' || (has(self.image) && self.replicas <= {MAX_ENGINES})",

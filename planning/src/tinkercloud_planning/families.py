@@ -30,15 +30,15 @@ def read(config: Config) -> Architecture:
             value that can't be, or it says what no trainer or no engine computes.
     """
     model_type = config.get("model_type")
-    sees = model_type in vision.model_types()
-    fields = Fields(vision.text_of(config) if sees else config)
-    supported.check(fields)
     family = _FAMILIES.get(str(model_type))
     if family is None:
         raise UnknownArchitecture(
             f"model_type: {model_type!r} is not supported by the planner; accepted:"
-            f" {', '.join(model_types())}{supported.BY_HAND}"
+            f" {', '.join(model_types())}{supported.unplanned(str(model_type))}"
         )
+    sees = model_type in vision.model_types()
+    fields = Fields(vision.text_of(config) if sees else config)
+    supported.check(fields)
     return replace(family(fields), tower=vision.tower(config))
 
 

@@ -62,6 +62,19 @@ class Fleet:
                 f" {self.per_node}, or set the number of GPUs per node"
             )
 
+    def share(self, sessions: int) -> "Fleet":
+        """Return the GPUs of each of so many sessions: an equal part of a node, or whole nodes.
+
+        Raises:
+            UnknownGpus: There are fewer GPUs than sessions.
+        """
+        most = self.count // sessions
+        if not most:
+            raise UnknownGpus(f"{sessions} sessions need as many GPUs, but there are {self}")
+        parts = [n for n in range(1, self.per_node + 1) if not self.per_node % n and n <= most]
+        count = most - most % self.per_node if most >= self.per_node else parts[-1]
+        return Fleet(self.gpu, self.count if sessions == 1 else count, self.per_node)
+
     def __str__(self) -> str:
         return f"{self.count}x{self.gpu.name}"
 

@@ -1,11 +1,12 @@
 """Estimates of the memory of one GPU, for training and for sampling.
 
 docs/operate/planning.md lists the assumptions about the engines and the measured figures. In
-short: frozen weights are bfloat16. Trained parameters have a value, a gradient and two moments in
-float32. Adapters are replicated on every rank, except for the parts that belong to single experts,
-which are on the expert's rank; fully fine-tuned models are divided like the base model, and rounded
-to bfloat16 during a pass. Activations are estimated by `activations`. Logits are computed for a few
-rows at a time, and are freed before the first layer is recomputed.
+short: frozen weights are bfloat16, or in engines float8 if they are stored so. Trained parameters
+have a value, a gradient and two moments in float32. Adapters are replicated on every rank, except
+for the parts that belong to single experts, which are on the expert's rank; fully fine-tuned models
+are divided like the base model, and rounded to bfloat16 during a pass. Activations are estimated by
+`activations`. Logits are computed for a few rows at a time, and are freed before the first layer is
+recomputed.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from tinkercloud_planning.gpus import Gpu
 from tinkercloud_planning.layouts import Layout, largest_share
 
 _WEIGHT_BYTES = 2
+_SCALE_BYTES = 4
+"""Bytes of the scale of a block of float8 weights."""
 _TRAINED_BYTES = 16
 """Bytes of value, gradient and two moments of a trained parameter, in float32."""
 _STATE_BYTES = 12
@@ -148,7 +151,7 @@ def training(
 
 def weight_bytes(architecture: Architecture) -> int:
     """Return the total size of the stored weights."""
-    return _WEIGHT_BYTES * architecture.parameters
+    return _WEIGHT_BYTES * architecture.parameters - _saved_by_float8(architecture, Layout())
 
 
 def state_bytes(architecture: Architecture, lora_rank: int | None) -> int:
@@ -206,15 +209,16 @@ def sampling(
     """
     layout = Layout(tensor=tensor)
     [stage] = _stages(architecture, layout, 0, SEPARATE)
+    weights = stage.weights - _saved_by_float8(architecture, layout)
     adapters = adapter_slots(architecture, tensor, lora_rank)
     kinds = (*architecture.leading[:1], architecture.repeated)
     reading = max(layer_values(architecture, kind, layout, 0, SEPARATE) for kind in kinds)
     activations = int(_PREFILL_TOKENS * reading)
     logits = _DECODING_ROWS * architecture.vocab_size * _LOGIT_BYTES
     images = stage.images
-    taken = stage.weights + adapters + activations + images + logits + neighbour + reserve
+    taken = weights + adapters + activations + images + logits + neighbour + reserve
     return GpuMemory(
-        weights=stage.weights,
+        weights=weights,
         trained=adapters,
         activations=activations,
         images=images,
@@ -258,12 +262,6 @@ def kv_bytes_per_token(architecture: Architecture, tensor: int) -> int:
     cached = architecture.cached
     heads = largest_share(cached.heads, tensor)
     return architecture.layers * heads * cached.width * _WEIGHT_BYTES
-
-
-def _adapted(architecture: Architecture) -> Iterator[Matrix]:
-    yield _head(architecture)
-    for layer in [*architecture.leading, *[architecture.repeated] * architecture.repeats]:
-        yield from (matrix for matrix in layer.matrices if matrix.adapted)
 
 
 def _stages(
@@ -322,6 +320,20 @@ def _head(architecture: Architecture) -> Matrix:
     return Matrix(architecture.hidden_size, architecture.vocab_size, "column")
 
 
+def _saved_by_float8(architecture: Architecture, layout: Layout) -> int:
+    """Return by how many bytes of a rank float8 weights with scales are smaller than bfloat16.
+
+    Embeddings, output layer, norms and routers are not quantized.
+    """
+    if architecture.weight_block == 1:
+        return 0
+    quantized = sum(
+        count * sum(_held(matrix, layout) for matrix in layer.matrices)
+        for layer, count in architecture.between(0, architecture.layers)
+    )
+    return quantized - _SCALE_BYTES * quantized // architecture.weight_block**2
+
+
 def _held(matrix: Matrix, layout: Layout) -> int:
     """Return the number of elements of a matrix that one rank holds."""
     inputs, outputs = _cut(matrix, layout)
@@ -330,7 +342,10 @@ def _held(matrix: Matrix, layout: Layout) -> int:
 
 def _undivided_width(architecture: Architecture) -> int:
     """Return the elements of an adapter that every rank holds, per unit of rank."""
-    return sum(_common_width(matrix) for matrix in _adapted(architecture))
+    width = _common_width(_head(architecture))
+    for layer, count in architecture.between(0, architecture.layers):
+        width += count * sum(_common_width(m) for m in layer.matrices if m.adapted)
+    return width
 
 
 def _common_width(matrix: Matrix) -> int:

@@ -5,6 +5,7 @@ from math import ceil
 from typing import Any
 
 from tinkercloud_crds.shapes import (
+    ADAPTER_SLOTS,
     JOURNAL_SHARE,
     JOURNALS_SHARE,
     MAX_ENGINES,
@@ -12,6 +13,7 @@ from tinkercloud_crds.shapes import (
     OBJECT_STORE_SHARE,
     WHOLE_MODEL_SHARE,
     EnginesShape,
+    ExternalServers,
     Parallelism,
     Resources,
     SamplerShape,
@@ -29,10 +31,12 @@ from tinkercloud_planning.search import (
     Demand,
     Division,
     Engine,
+    Sampler,
     Trainer,
     best_trainer,
     divide,
     micro_batch_tokens,
+    smallest_engine,
 )
 
 _CORES_PER_GPU = 4
@@ -67,6 +71,10 @@ ADAPTERS_CLAIM = "adapters"
 """Default name of the volume for adapters."""
 _OUTSIDE_EXPERTS = ("o_proj", "lm_head")
 """Modules, by SGLang's names, that every mixture-of-experts model has outside its experts."""
+_ADAPTERS_FOLDER = "/adapters"
+"""Where external servers mount that volume, unless you change it."""
+_START_SECONDS = 60
+"""Assumed time of a start in addition to downloads: scheduling, and reading weights from a disk."""
 DEVICE_CLASS = "gpu.nvidia.com"
 """DeviceClass of NVIDIA's driver, for engines that share GPUs with trainers."""
 _GPU_MEMORY_PERCENT = (10, 95)
@@ -112,8 +120,19 @@ class ModelPlan:
 
     @property
     def sampler(self) -> SamplerShape:
-        """The sampler pods."""
-        sampler = self.division.sampler
+        """The sampler pods, or placeholders of the external servers that replace them."""
+        sampler = _engines_of_sessions(self.fleet, self.division)
+        if sampler is None:
+            servers = self.division.sampler.engines if self.division.sampler else 1
+            return SamplerShape(
+                backend="external",
+                external=ExternalServers(
+                    kind="sglang",
+                    urls=[f"http://sglang-{number}:30000" for number in range(servers)],
+                    adapters_claim_name=ADAPTERS_CLAIM,
+                    adapters_folder=_ADAPTERS_FOLDER,
+                ),
+            )
         return SamplerShape(
             backend="sglang",
             image=ENGINE_IMAGE,
@@ -121,17 +140,16 @@ class ModelPlan:
             gpus_per_replica=sampler.tensor,
             resources=self._resources(sampler.tensor, sampler.memory.weights, 0),
             colocated=self.division.colocated,
-            engines=self._engines,
+            engines=self._engines(sampler),
         )
 
-    @property
-    def _engines(self) -> EnginesShape:
+    def _engines(self, sampler: Sampler) -> EnginesShape:
         """Settings of the engines. Colocated ones may start before or after the trainers load."""
         if not self.division.colocated:
             return EnginesShape(
                 adapters_claim_name=ADAPTERS_CLAIM, lora_target_modules=self._adapted
             )
-        sampler, gpu = self.division.sampler, self.fleet.gpu
+        gpu = self.fleet.gpu
         own = sampler.memory.weights + sampler.memory.trained + sampler.memory.kv_cache
         free = gpu.memory - gpu.contexts(1) - sampler.memory.neighbour
         least, most = _GPU_MEMORY_PERCENT
@@ -230,6 +248,44 @@ def plan(
     Raises:
         DoesNotFit: There is no plan; the message says what would fit.
     """
+    demand = _demand(architecture, sequence_length, lora_rank, slots)
+    division = divide(demand, fleet)
+    if division is None:
+        raise refusal(demand, fleet)
+    return ModelPlan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+
+
+def plan_training(
+    architecture: Architecture,
+    fleet: Fleet,
+    *,
+    sequence_length: int,
+    lora_rank: int | None,
+    slots: int = 1,
+) -> ModelPlan:
+    """Return how to train a model on all of the given GPUs; external servers sample.
+
+    The arguments are those of `plan`.
+
+    Raises:
+        DoesNotFit: There is no plan; the message says what would fit.
+    """
+    if lora_rank is None:
+        raise DoesNotFit(
+            "full fine-tuning with external servers: they accept adapters only; plan adapters"
+            " (a LoRA rank), or engines of the session (not --train-only)"
+        )
+    demand = _demand(architecture, sequence_length, lora_rank, slots)
+    trainer = best_trainer(demand, fleet, engine=None)
+    if trainer is None:
+        raise trainer_refusal(demand, fleet, None)
+    division = Division(trainer, None, colocated=False)
+    return ModelPlan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+
+
+def _demand(
+    architecture: Architecture, sequence_length: int, lora_rank: int | None, slots: int
+) -> Demand:
     longest = min(architecture.max_context_length, MAX_TOKENS)
     if not 16 <= sequence_length <= longest:
         raise DoesNotFit(
@@ -242,11 +298,7 @@ def plan(
             f"slots: {slots}, but a fully fine-tuned model has a cluster of its own; plan adapters"
             " (a LoRA rank) for a pool, or one slot"
         )
-    demand = Demand(architecture, sequence_length, lora_rank, slots)
-    division = divide(demand, fleet)
-    if division is None:
-        raise refusal(demand, fleet)
-    return ModelPlan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
+    return Demand(architecture, sequence_length, lora_rank, slots)
 
 
 def plan_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> TrainerPlan:
@@ -291,6 +343,12 @@ def adapters_that_fit(
         neighbour=trainer.memory.neighbour,
     )
     return 1 + max(0, fleet.gpu.memory - memory.total) // memory.trained
+
+
+def _engines_of_sessions(fleet: Fleet, division: Division) -> Sampler | None:
+    """Return the engines of a session's pods; None if external servers sample."""
+    sampler = division.sampler
+    return sampler if sampler and sampler.tensor <= fleet.per_node else None
 
 
 def _parallelism(layout: Layout) -> Parallelism:
@@ -340,11 +398,13 @@ def _reasons(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
         *_why_torch(demand),
         *_why_layout(demand, fleet, division.trainer),
         _why_tokens(demand, division.trainer),
-        _why_engines(demand, fleet, division),
+        *_why_engines(demand, fleet, division),
         *_why_adapted_in_part(demand),
-        *_why_memory(demand, division),
+        *_why_float8(demand),
+        *_why_memory(demand, fleet, division),
         *_why_scratch(demand),
         _why_saving(demand),
+        *_why_disk_and_start(demand, fleet, division),
         *_what_sharing_needs(division),
     ]
 
@@ -385,6 +445,8 @@ def _why_torch(demand: Demand) -> list[Reason]:
 
 def _why_these_gpus(fleet: Fleet, division: Division) -> Reason:
     trainers = division.trainer.layout.gpus
+    if division.sampler is None:
+        return Reason("GPUs", f"{trainers} train", "external servers sample, on other GPUs")
     if not division.colocated:
         value = f"{trainers} train, {fleet.count - trainers} sample"
         return Reason("GPUs", value, "separate GPUs, so training and sampling run concurrently")
@@ -429,13 +491,15 @@ def _why_tokens(demand: Demand, trainer: Trainer) -> Reason:
     return Reason("maxBatchTokens", str(trainer.tokens), why)
 
 
-def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
-    sampler = division.sampler
+def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
+    sampler = _engines_of_sessions(fleet, division)
+    if sampler is None:
+        return _what_servers_need(demand, fleet, division.sampler)
     gpus = sampler.engines * sampler.tensor
     value = f"{sampler.engines} x {sampler.tensor} GPUs"
     holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
     if sampler.tensor == 1:
-        return Reason("sampler", value, holds)
+        return [Reason("sampler", value, holds)]
     sizes = engine_sizes(demand.architecture, pod_size(gpus, fleet.per_node))
     smaller = max(size for size in sizes if size < sampler.tensor)
     why = (
@@ -443,20 +507,56 @@ def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> Reason:
         if gpus // smaller > MAX_ENGINES
         else f"fewer GPUs would hold less than {FEW_SEQUENCES}"
     )
-    return Reason("sampler", value, f"{holds}; {why}")
+    return [Reason("sampler", value, f"{holds}; {why}")]
 
 
-def _why_memory(demand: Demand, division: Division) -> list[Reason]:
+def _what_servers_need(demand: Demand, fleet: Fleet, planned: Sampler | None) -> list[Reason]:
+    """Return what servers that are not pods of a session need.
+
+    Args:
+        demand: What to sample.
+        fleet: Type of the GPUs, and their number per node.
+        planned: The servers, if they use some of the planned GPUs.
+    """
+    engine = planned or smallest_engine(demand, fleet)
+    if engine is None:
+        why = f"no number of {fleet.gpu.name} holds the model, its adapter slots and a sequence"
+        return [Reason("servers", "external", f"{why}; use larger GPUs or a smaller rank")]
+    nodes = -(-engine.tensor // fleet.per_node)
+    value = f"{f'{planned.engines} x ' if planned else ''}{engine.tensor} GPUs each"
+    holds = f"one holds {engine.sequences} sequences of {demand.sequence_length} tokens"
+    why = "no node holds an engine, and a session's engine is one pod; " if planned else ""
+    spans = f" --nnodes {nodes}" if nodes > 1 else ""
+    return [
+        Reason("servers", value, f"{why}{holds}"),
+        Reason(
+            "server options",
+            f"--tp-size {engine.tensor}{spans}",
+            f"you start SGLang, with --enable-lora --max-lora-rank {demand.sampled_rank}"
+            f" --max-loras-per-batch {ADAPTER_SLOTS} (docs/understand/inference-servers.md)",
+        ),
+    ]
+
+
+def _why_float8(demand: Demand) -> list[Reason]:
+    if demand.architecture.weight_block == 1:
+        return []
+    why = "engines compute in it, trainers in bfloat16; adapters over float8 are unproven"
+    return [Reason("weights", "float8 as stored", why)]
+
+
+def _why_memory(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
     """Return the host memory that head and pods need, with a note if it is unusually large."""
-    trainer, sampler = division.trainer, division.sampler
+    trainer, sampler = division.trainer, _engines_of_sessions(fleet, division)
     trains = _pod_memory_gib(trainer.gpus_per_pod, trainer.memory.weights, _state(demand))
-    samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)
     on_their_way = "for weights on their way to GPUs"
     needs = [
         ("head", _head_memory_gib(demand), "for what passes through it; the model is elsewhere"),
         ("trainer pod", trains, f"{on_their_way}, or what is trained as it is handed over"),
-        ("engine" if division.colocated else "sampler pod", samples, on_their_way),
     ]
+    if sampler:
+        samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)
+        needs.append(("engine" if division.colocated else "sampler pod", samples, on_their_way))
     unusual = f"; nodes with 8 GPUs usually have {_USUAL_NODE_GIB} at most"
     return [
         Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
@@ -468,7 +568,7 @@ def _why_scratch(demand: Demand) -> list[Reason]:
     needed = _head_scratch_gib(demand)
     if needed == _SCRATCH_GIB:
         return []
-    size = f"{_SNAPSHOTS} snapshots of {_state(demand) / 1e9:.1f} GB"
+    size = f"{_SNAPSHOTS} snapshots of {gib(_state(demand))}"
     share = WHOLE_MODEL_SHARE if demand.lora_rank is None else JOURNALS_SHARE - JOURNAL_SHARE
     why = (
         f"{size} may take {share:.0%} of it; with less, the run is not durable (head.durability)"
@@ -481,8 +581,32 @@ def _why_scratch(demand: Demand) -> list[Reason]:
 
 def _why_saving(demand: Demand) -> Reason:
     state, rate = demand.slots * _state(demand), STORE_BYTES_PER_SECOND // 1_000_000
-    why = f"{state / 1e9:.1f} GB of values and moments at {rate} MB/s, twice that, and a minute"
+    why = f"{gib(state)} of values and moments at {rate} MB/s, twice that, and a minute"
     return Reason("suspendSeconds", str(suspend_seconds(state)), why)
+
+
+def _why_disk_and_start(demand: Demand, fleet: Fleet, division: Division) -> list[Reason]:
+    """Return the scratch space of all pods, and the time until a session is ready."""
+    trainer, sampler = division.trainer, _engines_of_sessions(fleet, division)
+    size = weight_bytes(demand.architecture)
+    apart = sampler.engines if sampler and not division.colocated else 0
+    pods = trainer.layout.gpus // trainer.gpus_per_pod + apart
+    scratch = _head_scratch_gib(demand) + pods * (_SCRATCH_GIB + -(-size // GIB))
+    rate = STORE_BYTES_PER_SECOND
+    seconds = _START_SECONDS + size / rate
+    return [
+        Reason(
+            "disk",
+            f"{scratch} GiB in all",
+            f"scratch space; each of {pods} pods downloads {gib(size)}, except from a volume",
+        ),
+        Reason(
+            "start",
+            f"{ceil(seconds / 60)} min",
+            f"an assumption: that download at {rate // 1_000_000} MB/s, and a minute; images come"
+            " on top",
+        ),
+    ]
 
 
 def _what_sharing_needs(division: Division) -> list[Reason]:

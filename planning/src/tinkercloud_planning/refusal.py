@@ -7,7 +7,7 @@ from tinkercloud_crds.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
 from tinkercloud_planning.gpus import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_planning.memory import GpuMemory, kv_bytes_per_token, sampling
-from tinkercloud_planning.search import Demand, Engine, can_sample, divide
+from tinkercloud_planning.search import Demand, Engine, best_trainer, can_sample, divide
 
 _SUGGESTED_RANK = 32
 _MOST_NODES = 8
@@ -34,8 +34,10 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     would = (
         f"What would fit: {'; '.join(remedies)}."
         if remedies
-        else "The planner found no change that would fit; an engine must fit on one node."
+        else "The planner found no change that would fit."
     )
+    if fleet.count == 1 and demand.lora_rank:
+        would += " --serve needs less: one process trains and samples with one copy of the model."
     return DoesNotFit(
         f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."
@@ -177,14 +179,26 @@ def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
             break
     if shorter := _longest_sequence(demand, fleet):
         remedies.append(f"sequences of {shorter} tokens")
-    if demand.lora_rank is None and divide(replace(demand, lora_rank=_SUGGESTED_RANK), fleet):
-        remedies.append(f"LoRA of rank {_SUGGESTED_RANK}")
+    if rank := _largest_rank(demand, fleet):
+        remedies.append(f"LoRA of rank {rank}")
+    if demand.lora_rank and best_trainer(demand, fleet, engine=None):
+        remedies.append("--train-only, with external servers on other GPUs")
     return remedies
 
 
 def _larger_kinds(kind: Gpu) -> list[Gpu]:
     known = [gpu(name) for name in MEMORY_GIB]
     return [other for other in known if other.memory > kind.memory]
+
+
+def _largest_rank(demand: Demand, fleet: Fleet) -> int | None:
+    most = demand.lora_rank - 1 if demand.lora_rank else _SUGGESTED_RANK
+    fitting = None
+    for power in range(most.bit_length()):
+        if divide(replace(demand, lora_rank=1 << power), fleet) is None:
+            break
+        fitting = 1 << power
+    return fitting
 
 
 def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:

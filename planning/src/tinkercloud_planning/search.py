@@ -3,10 +3,11 @@
 The rules, in order of priority: trainer and sampler have GPUs of their own if possible; a copy of
 the model spans as few GPUs as possible, so that the others process more data; and the layout
 prefers parallelism with less communication (tensor within a node, then pipeline, then context;
-expert parallelism adds no ranks). docs/operate/planning.md explains them.
+expert parallelism adds no ranks). Engines over several nodes, which sessions cannot have, are the
+last resort. docs/operate/planning.md explains the rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS, MAX_TOKENS
@@ -30,6 +31,7 @@ SMALL_MICRO_BATCH = 4096
 FEW_SEQUENCES = 8
 """Number of sequences of full length below which an engine decodes too few tokens at a time."""
 _MICRO_BATCH_ROUNDING = 256
+_MOST_NODES_PER_ENGINE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +126,18 @@ class Division:
     """A trainer and a sampler."""
 
     trainer: Trainer
-    sampler: Sampler
+    sampler: Sampler | None
+    """None if all GPUs train."""
     colocated: bool
     """Whether they take turns on all GPUs instead of having GPUs of their own."""
 
 
 def divide(demand: Demand, fleet: Fleet) -> Division | None:
     """Return the best use of all GPUs, or None if there is none."""
-    return next(_separate(demand, fleet), None) or min(
-        _colocated(demand, fleet), key=_preferred_together, default=None
+    return (
+        next(_separate(demand, fleet, best_sampler), None)
+        or min(_colocated(demand, fleet), key=_preferred_together, default=None)
+        or next(_separate(demand, fleet, _sampler_over_nodes), None)
     )
 
 
@@ -147,12 +152,14 @@ def best_trainer(demand: Demand, fleet: Fleet, *, engine: Engine | None) -> Trai
     return next(_trainers(demand, fleet, fleet.count, engine=engine), None)
 
 
-def _separate(demand: Demand, fleet: Fleet) -> Iterator[Division]:
+def _separate(
+    demand: Demand, fleet: Fleet, samplers: Callable[[Demand, Fleet, int], Sampler | None]
+) -> Iterator[Division]:
     """Yield trainers and samplers on separate GPUs: halves first, and only whole nodes."""
     unit = fleet.per_node if fleet.count > fleet.per_node else 1
     counts = range(unit, fleet.count, unit)
     for count in sorted(counts, key=lambda count: (abs(2 * count - fleet.count), -count)):
-        sampler = best_sampler(demand, fleet, fleet.count - count)
+        sampler = samplers(demand, fleet, fleet.count - count)
         trainer = next(_trainers(demand, fleet, count, engine=None), None) if sampler else None
         if trainer and sampler:
             yield Division(trainer, sampler, colocated=False)
@@ -170,8 +177,8 @@ def _colocated(demand: Demand, fleet: Fleet) -> Iterator[Division]:
 
 def _preferred_together(division: Division) -> tuple[int, ...]:
     trainer, sampler = division.trainer, division.sampler
-    few = sampler.sequences < FEW_SEQUENCES
-    return few, *_preference((trainer.layout, trainer.tokens)), sampler.tensor
+    few, tensor = _fewest_gpus(sampler) if sampler else (True, 0)
+    return few, *_preference((trainer.layout, trainer.tokens)), tensor
 
 
 def _trainers(
@@ -248,16 +255,43 @@ def best_sampler(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
         fleet: Type and nodes of the GPUs.
         gpus: Number of GPUs that sample.
     """
-    samplers = [
-        sampler
-        for tensor in _engine_sizes(demand, fleet, gpus)
-        if (sampler := _sampler(demand, fleet, gpus // tensor, tensor, None)).sequences
+    return _best(demand, fleet, gpus, _engine_sizes(demand, fleet, gpus))
+
+
+def smallest_engine(demand: Demand, fleet: Fleet) -> Sampler | None:
+    """Return the smallest engine of such GPUs, on one or several nodes; None if none is enough.
+
+    Args:
+        demand: What to sample.
+        fleet: Type of the GPUs, and their number per node.
+    """
+    model, node = demand.architecture, fleet.per_node
+    spans = [node * nodes for nodes in range(2, _MOST_NODES_PER_ENGINE + 1)]
+    sizes = engine_sizes(model, node) + [s for s in spans if s in engine_sizes(model, s)]
+    engines = (_sampler(demand, fleet, 1, tensor, None) for tensor in sizes)
+    return min((e for e in engines if e.sequences), key=_fewest_gpus, default=None)
+
+
+def _sampler_over_nodes(demand: Demand, fleet: Fleet, gpus: int) -> Sampler | None:
+    """Return engines that span several whole nodes; servers like these take adapters only."""
+    node = fleet.per_node
+    sizes = [
+        tensor
+        for tensor in engine_sizes(demand.architecture, gpus)
+        if node < tensor <= node * _MOST_NODES_PER_ENGINE
+        and not tensor % node
+        and gpus // tensor <= MAX_ENGINES
     ]
-    return min(
-        samplers,
-        key=lambda s: (s.sequences < FEW_SEQUENCES, s.tensor),
-        default=None,
-    )
+    return _best(demand, fleet, gpus, sizes if demand.lora_rank else [])
+
+
+def _best(demand: Demand, fleet: Fleet, gpus: int, sizes: list[int]) -> Sampler | None:
+    engines = (_sampler(demand, fleet, gpus // tensor, tensor, None) for tensor in sizes)
+    return min((e for e in engines if e.sequences), key=_fewest_gpus, default=None)
+
+
+def _fewest_gpus(sampler: Sampler) -> tuple[bool, int]:
+    return sampler.sequences < FEW_SEQUENCES, sampler.tensor
 
 
 def can_sample(demand: Demand, gpu: Gpu, gpus: int) -> bool:

@@ -15,6 +15,9 @@ BY_HAND = (
     " and without sampler"
 )
 """Advice for models that the planner does not support."""
+_TRAINED_BY_TORCH = frozenset({"cohere", "gemma2", "gpt_oss", "granite"})
+"""Families that cannot be planned for, and that the torch trainer was compared with (see
+docs/supported.md)."""
 _SWITCHED = frozenset({"qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe"})
 """Families that use windows only if `use_sliding_window` is set."""
 _ACTIVATIONS = {"gemma3": "gelu_pytorch_tanh"}
@@ -25,6 +28,17 @@ _WHOLE_LAYERS = 28
 """Default of transformers for the layers before the first one with a window
 (`max_window_layers`)."""
 _SLIDING = "sliding_attention"
+
+
+def unplanned(model_type: str) -> str:
+    """Return what can be done with a family that the planner does not support."""
+    if model_type not in _TRAINED_BY_TORCH:
+        return BY_HAND
+    return (
+        ". No copy or format of its weights changes that. The torch trainer supports it, on GPUs"
+        " that each hold the whole model in bfloat16: use `tinkercloud serve`, or write the"
+        " BaseModel yourself, with trainer.backend torch and without sampler"
+    )
 
 
 def check(fields: Fields) -> None:

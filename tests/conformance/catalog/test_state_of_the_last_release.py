@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import tinker
 
+from tinkercloud_api.catalog.schema.connection import newest_revision
 from tinkercloud_protocol.heads.releases import this_release
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
@@ -108,8 +109,8 @@ def newer_folder(state: Path) -> str:
 def newer_catalog(state: Path) -> str:
     """Make the catalog that of a newer release."""
     return _other_catalog(state, "9.0.0_quotas") + (
-        f"release {this_release()} reads revisions up to 0.1.0; use release 9.0.0 or newer, or"
-        " restore a backup from before the upgrade"
+        f"release {this_release()} reads revisions up to {newest_revision()}; use release 9.0.0"
+        " or newer, or restore a backup from before the upgrade"
     )
 
 

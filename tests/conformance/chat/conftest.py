@@ -7,7 +7,12 @@ import openai
 import pytest
 import tinker
 
-from tinkercloud_testing.chat import CHAT_MODEL, SAYING_MODEL, a_chat_model, a_saying_model
+from tinkercloud_testing.chat import (
+    CHAT_MODEL,
+    SAYING_MODEL,
+    a_chat_model,
+    a_saying_model,
+)
 from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 _CALL = '\n{"name": "lookup", "parameters": {"order_id": 12345678901234567890123}}\n'
@@ -25,7 +30,7 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = tmp_path_factory.mktemp("models")
     special = ["<tool_call>", "</tool_call>", "<|im_start|>"]
     folders = {
-        CHAT_MODEL: a_chat_model(models / "chat"),
+        CHAT_MODEL: a_chat_model(models / "chat", positions=2048),
         SAYING_MODEL: a_saying_model(models / "saying", _SAID, special),
     }
     with a_server(tmp_path_factory.mktemp("chat"), folders, {}) as running:

@@ -1,11 +1,14 @@
 """The `tinkercloud` command with a running server, and how the server handles signals."""
 
 import json
+import os
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 
 from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
 
 MODEL = "tiny/llama"
 
@@ -98,10 +101,23 @@ def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
 
 
 def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
-    rows = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+    def listed() -> list[tuple[str, str]]:
+        rows = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+        return [(row["model_name"], row["state"]) for row in rows]
 
-    assert [row["model_name"] for row in rows] == [MODEL]
+    wait_until(lambda: listed() == [(MODEL, "ready")], "the model")
     assert MODEL in tinkercloud(server, "models", "list").stdout
+
+
+def test_the_log_of_a_head_is_found_by_its_model(server: Server) -> None:
+    shown = tinkercloud(server, "logs", MODEL, "--lines", "3")
+    unknown = tinkercloud(server, "logs", "tiny/absent")
+
+    assert shown.returncode == 0, shown.stderr
+    assert 0 < len(shown.stdout.splitlines()) <= 3
+    assert "head.log" in shown.stderr
+    assert unknown.returncode == 1
+    assert "no head has served 'tiny/absent'" in unknown.stderr
 
 
 def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
@@ -126,7 +142,7 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
     assert shown["training_run_ids"] == [training.model_id]
     assert [model["state"] for model in shown["models"]] == ["in memory"]
     for page in pages:
-        for text in (session, "cli-sessions", "live", "in memory", " MB"):
+        for text in (session, "cli-sessions", "live", "in memory", "iB"):
             assert text in page
     assert training.model_id in pages[1]
     assert "ended" in afterwards
@@ -274,15 +290,75 @@ def test_a_model_that_cannot_be_loaded_is_reported_once_in_the_terminal_of_the_s
     broken = tmp_path / "broken"
     shutil.copytree(model_folder, broken)
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
     with a_server(tmp_path / "failed", {MODEL: broken}) as failed:
         wait_until(lambda: "session head failed to start" in failed.log, "its failure")
+        (listed,) = json.loads(tinkercloud(failed, "models", "list", "--json").stdout)
 
     assert "the model is ready" in log
     assert "the model is ready" not in failed.log
     assert "failed to load the engine" in failed.log
     assert "killed" not in failed.log
     assert failed.log.count("session head started") == 1
+    assert "failed to load the engine" in listed["state"]
+    assert listed["state"].startswith("failed: ")
+
+
+def test_a_server_says_that_it_loads_before_it_says_that_it_serves(log: str) -> None:
+    said = [log.index(text) for text in ("Loading ", "loading the model", "serving it")]
+
+    assert said == sorted(said)
+    assert "Serving " not in log
+
+
+@pytest.fixture
+def frozen(model_folder: Path, tmp_path: Path) -> Iterator[tuple[Server, int]]:
+    """Return a server whose head does not continue to load, and the head's process."""
+    with a_server(tmp_path / "frozen", {MODEL: model_folder}) as server:
+        wait_until(lambda: "session head started" in server.log, "the head")
+        pid = int(server.log.split("pid=")[1].split()[0])
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield server, pid
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def test_a_client_that_waits_for_a_model_reads_how_far_it_is(frozen: tuple[Server, int]) -> None:
+    server, pid = frozen
+    session = server.post("create_session", {"tags": [], "sdk_version": "0.38.0"}).json()
+    model = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": MODEL}
+    created = server.post("create_model", {**model, "lora_config": {"rank": 2}}).json()
+    path = f"/api/v1/retrieve_future/{created['request_id']}"
+    waits = server.request("GET", path).json()
+    (listed,) = json.loads(tinkercloud(server, "models", "list", "--json").stdout)
+    wait_until(lambda: "the model is loading" in server.log, "the next report")
+
+    assert waits["status"] == "pending"
+    assert f"the session head of {MODEL!r} is loading the model for" in waits["reason"]
+    assert listed["state"].startswith("loading for ")
+    for text in (waits["reason"], listed["state"], server.log):
+        assert re.search(r"; \d+\.\d .iB in memory; its weights have \d+\.\d .iB", text), text
+
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: "serving it" in server.log, "the model")
+
+
+def test_a_server_that_stops_says_what_its_heads_save(model_folder: Path, tmp_path: Path) -> None:
+    with a_server(tmp_path / "stopping", {MODEL: model_folder}) as server:
+        server.client().create_lora_training_client(MODEL, rank=4).result()
+        (pid,) = server.head_pids()
+        os.kill(pid, signal.SIGSTOP)
+        assert server.process is not None
+        server.process.terminate()
+        wait_until(lambda: "the session head is stopping" in server.log, "the next report")
+        os.kill(pid, signal.SIGCONT)
+        server.process.wait(PATIENCE_SECONDS)
+
+    assert "stopping a session head, which saves its runs" in server.log
+    (output,) = server.state_dir.glob("heads/*/head.log")
+    for step in ("reading and checking the weights", "starting the sampler", "1 of 1 runs saved"):
+        assert f'"progress": "{step}"' in output.read_text()
 
 
 def cut(folder: Path) -> None:
@@ -296,6 +372,12 @@ MISTAKES: Mapping[str, tuple[dict[str, str], list[str], Callable[[Path], object]
         [],
         lambda _: None,
         "trainer.device: is 'cuda', but this machine has no GPU",
+    ),
+    "unknown family": (
+        {},
+        [],
+        lambda folder: (folder / "config.json").write_text('{"model_type": "no-such-family"}'),
+        "has model_type 'no-such-family', of which transformers",
     ),
     "truncated weights": ({}, [], cut, "is truncated or damaged; download it again"),
     "unknown store": (
@@ -343,7 +425,7 @@ def test_a_mistake_in_the_settings_is_found_before_the_server_says_that_it_serve
 
     assert result.returncode in {1, 2}
     assert message in " ".join(result.stderr.split())
-    for word in ("Traceback", "Serving", "tml-"):
+    for word in ("Traceback", "Serving", "Loading", "tml-"):
         assert word not in result.stderr + result.stdout
     assert result.stderr.count("error:") == 1
     assert not (server.state_dir / "catalog.db").exists()

@@ -9,6 +9,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.perfetto import opened_by_perfetto
+from tinkercloud_testing.sdk_clients import sampling_session_of
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server
 
@@ -38,7 +39,7 @@ def test_perfetto_shows_the_wait_and_the_execution_of_each_request(
         )
         (all_spans,) = trace.query("SELECT count(*) AS number FROM slice")
 
-    model, samples = training.model_id, sampler._sampling_session_id
+    model, samples = training.model_id, sampling_session_of(sampler)
     assert faults == []
     assert all_spans["number"] == len(spans)
     assert Counter((span["process_name"], span["name"]) for span in spans) == {

@@ -1,7 +1,11 @@
 """Who changed what is recorded, keys have roles and successors, and usage is billed as counted."""
 
+import csv
+import io
 import json
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,10 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Iterator[Server]:
     """Run a server whose log no other test changes, and whose clients use access tokens."""
-    settings = {"TINKERCLOUD_ACCESS_TOKENS": "true"}
+    settings = {
+        "TINKERCLOUD_ACCESS_TOKENS": "true",
+        "TINKERCLOUD_TENANTS": json.dumps({"research": {"owners": ["zoe"]}}),
+    }
     with a_server(tmp_path_factory.mktemp("state"), {MODEL: model_folder}, settings) as running:
         yield running
 
@@ -55,6 +62,7 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
     made = {entry.event: entry.event_details.get("objects") for entry in theirs.entries}
     assert made["model_create"] == made["checkpoint_write"] == [training.model_id]
     assert made["session_create"] == [training.holder.get_session_id()]
+    assert made["checkpoint_delete"] == [path]
     attempts = [
         (entry.event_details["owner"], entry.event_details["status"])
         for entry in everyone.entries
@@ -107,6 +115,62 @@ def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server)
 
 def own_server_admin(server: Server) -> str:
     return str(a_key(server, "auditor", "--role", "admin")["key"])
+
+
+def exported(server: Server, *options: str) -> list[dict[str, Any]]:
+    """Return the entries that an administrator exports."""
+    admin = own_server_admin(server)
+    call = ("audit", "--api-key", admin, "--base-url", server.url, "--json", *options)
+    return [json.loads(line) for line in server.command(*call).splitlines()]
+
+
+def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
+    own_server: Server, tmp_path: Path
+) -> None:
+    gil = own_server.new_key("gil")
+    project = own_server.request("POST", "/api/v1/projects", {"name": "p"}, key=gil).json()
+    member = f"/api/v1/projects/{project['project_id']}/members/hal"
+    own_server.request("PUT", member, {"role": "viewer"}, key=gil)
+    own_server.request("DELETE", "/api/v1/auth/apikey/me", key=gil)
+    own_server.command("backup", "create", str(tmp_path / "copy.tar"))
+
+    entries = exported(own_server)
+
+    found = {entry["event"]: entry for entry in entries}
+    first = next(entry for entry in entries if entry["event"] == "key_create")
+    assert (first["owner"], first["path"]) == ("server:", "setting bootstrap_key")
+    assert found["quota_set"]["value"]["research"]["owners"] == ["zoe"]
+    assert found["project_grant_set"]["objects"] == ["viewer hal"]
+    assert found["project_grant_set"]["project_ids"] == [project["project_id"]]
+    assert found["key_revoke"]["objects"] == [f"key {found['key_revoke']['key_id']}"]
+    assert found["backup_create"]["owner"].startswith("command:")
+
+
+def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> None:
+    entries = exported(own_server)
+    admin = own_server_admin(own_server)
+    call = ("audit", "--api-key", admin, "--base-url", own_server.url)
+    sheet = list(csv.DictReader(io.StringIO(own_server.command(*call, "--csv"))))
+    verified = json.loads(own_server.command("audit", "verify", "--json"))
+
+    assert [int(row["number"]) for row in sheet[: len(entries)]] == [e["number"] for e in entries]
+    assert sheet[0]["hash"] == entries[0]["hash"]
+    assert exported(own_server, "--since", "2000-01-01", "--until", "2001-01-01") == []
+    assert len(exported(own_server, "--since", "2000-01-01")) > len(entries)
+    for bound in ("since=0001-01-01T00:00:00%2B14:00", "until=9999-12-31T23:59:59-12:00"):
+        assert own_server.request("GET", f"/api/v1/audit?{bound}", key=admin).status == 200
+    assert own_server.request("GET", "/api/v1/audit?day=9999-12-31", key=admin).status == 200
+    assert verified["faults"] == []
+    own_server.command("audit", "verify", "--contains", verified["newest"])
+
+    changed = "UPDATE audit_entries SET owner = ? WHERE id = 1"
+    with closing(sqlite3.connect(own_server.state_dir / "catalog.db")) as catalog, catalog:
+        catalog.execute(changed, ("mallory",))
+    with pytest.raises(AssertionError, match="broken: entry 1 "):
+        own_server.command("audit", "verify")
+    with closing(sqlite3.connect(own_server.state_dir / "catalog.db")) as catalog, catalog:
+        catalog.execute(changed, (entries[0]["owner"],))
+    own_server.command("audit", "verify")
 
 
 def test_a_read_only_key_reads_and_changes_nothing(own_server: Server) -> None:

@@ -12,6 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_clients import sampling_session_of
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Answer, Server, a_server
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
@@ -78,7 +79,7 @@ def team(own_server: Server) -> Iterator[Team]:
             keys,
             training.model_id,
             training.holder.get_session_id(),
-            str(sampler._sampling_session_id),
+            sampling_session_of(sampler),
         )
 
 
@@ -308,7 +309,7 @@ def test_a_removed_member_finds_nothing_with_its_next_request(team: Team) -> Non
     current = ("POST", "asample", {**_sample(), "model_id": team.run})
     sampler = team.service("bob").create_sampling_client(model_path=_a_sampler(team)).result()
     sampled = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2)).result()
-    source = {"sampling_session_id": str(sampler._sampling_session_id), **_sample()}
+    source = {"sampling_session_id": sampling_session_of(sampler), **_sample()}
     assert sampled.sequences
     assert team.send("bob", run).status == 200
 

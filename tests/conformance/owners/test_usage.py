@@ -1,8 +1,11 @@
 """Usage of owners is counted exactly, and survives restarts of server and head."""
 
+import csv
+import io
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -11,6 +14,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_api.config.readable import moment
 from tinkercloud_testing.sdk_steps import a_datum, score, step
 from tinkercloud_testing.servers import API_KEY, TRAINERS, Server, a_server
 from tinkercloud_testing.waiting import wait_until
@@ -27,7 +31,9 @@ def own_server(
 ) -> Iterator[Server]:
     """Run a server whose usage no other test changes."""
     state_dir = tmp_path_factory.mktemp("state")
-    with a_server(state_dir, {MODEL: model_folder}, TRAINERS[trainer]) as running:
+    prices = {"currency": "EUR", "models": {MODEL: {"train": 10**6, "sample": 2 * 10**6}}}
+    settings = {**TRAINERS[trainer], "TINKERCLOUD_PRICES": json.dumps(prices)}
+    with a_server(state_dir, {MODEL: model_folder}, settings) as running:
         yield running
 
 
@@ -130,6 +136,27 @@ def test_tokens_of_two_owners_are_counted_by_model_and_by_kind(
         counted = own_server.metric("tinkercloud_usage_tokens_total", owner="ann", kind=kind)
         assert counted == of_ann[f"{kind}_tokens"]
     assert own_server.metric("tinkercloud_usage_engine_seconds_total", owner="ann") > 0
+    _check_month(own_server, ann, of_ann)
+
+
+def _check_month(server: Server, key: str, used: Counter[str]) -> None:
+    """Check what an owner's month costs, and in which forms it is printed."""
+    month = datetime.now(UTC).strftime("%Y-%m")
+    call = ("usage", "--month", month, "--api-key", key, "--base-url", server.url)
+    answer = json.loads(server.command(*call, "--json"))
+    (row,) = answer["usage"]
+    (line,) = csv.DictReader(io.StringIO(server.command(*call, "--csv")))
+
+    trained = used["trained_tokens"] + used["forward_tokens"]
+    assert (row["owner"], row["base_model"], row["train_tokens"]) == ("ann", MODEL, trained)
+    assert row["cost"] == answer["total"] == trained + 2 * used["sampled_tokens"]
+    assert (float(line["cost"]), line["currency"]) == (row["cost"], "EUR")
+    assert f"total: {row['cost']:.2f} EUR" in server.command(*call)
+    path = "/api/v1/usage/month?month="
+    assert server.request("GET", f"{path}{month}&owner=bob", key=key).status == 404
+    for wrong in ("2026-13", "1999-12", "november", "2026-11-01"):
+        assert "expected year and month" in server.request("GET", path + wrong, key=key).detail
+    assert server.request("GET", f"{path}2001-01", key=key).json()["usage"] == []
 
 
 def test_restarts_and_killed_processes_lose_nothing_that_was_reported(
@@ -226,3 +253,27 @@ def test_the_command_lists_usage_and_storage(own_server: Server, ann: str) -> No
     assert training.model_id in text
     assert {"ann", "trained", "cached", "checkpoints"} <= set(text.split())
     assert total(json.loads(by_day)["usage"]) == expected
+
+
+def test_usage_of_a_time_is_printed_as_a_table_and_as_csv(own_server: Server, ann: str) -> None:
+    expected = total(usage_of(own_server, ann))
+    step(a_training_client(own_server, ann))
+    expected["trained_tokens"] += DATUM_TOKENS
+    await_usage(own_server, ann, expected)
+
+    def printed(*options: str) -> str:
+        caller = ("--base-url", own_server.url, "--api-key", ann)
+        return own_server.command("usage", "--by", "hour", *caller, *options)
+
+    rows = list(csv.DictReader(io.StringIO(printed("--csv", "--since", "2020-01-01"))))
+
+    listed = usage_of(own_server, ann, by="hour")
+    assert [(row["starts_at"], row["owner"]) for row in rows] == [
+        (each["starts_at"], "ann") for each in listed
+    ]
+    assert [int(row["trained_tokens"]) for row in rows] == [
+        each["trained_tokens"] for each in listed
+    ]
+    assert moment(listed[0]["starts_at"]) in printed("--until", "9000-01-01T12:00")
+    assert not list(csv.DictReader(io.StringIO(printed("--csv", "--until", "2020-01-01"))))
+    assert json.loads(printed("--json", "--until", "2020-01-01"))["usage"] == []

@@ -8,6 +8,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.sdk_clients import sampling_session_of
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import Server, a_server
 
@@ -68,7 +69,7 @@ def test_only_the_owner_joins_a_sampling_session(
     server: Server, client: tinker.ServiceClient
 ) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
-    session = sampler._sampling_session_id
+    session = sampling_session_of(sampler)
     stranger = server.new_key("a-stranger")
 
     joined = server.post("join_sampling_session", {"sampling_session_id": session}, key=stranger)
@@ -78,7 +79,7 @@ def test_only_the_owner_joins_a_sampling_session(
 
 def test_a_queued_sample_can_be_cancelled(server: Server, client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model=MODEL).result()
-    session = sampler._sampling_session_id
+    session = sampling_session_of(sampler)
     body = {
         "sampling_session_id": session,
         "seq_id": 0,

@@ -19,6 +19,7 @@ from tinkercloud_protocol.programs.program_messages import (
     ProgramProgress,
 )
 from tinkercloud_protocol.programs.rlve import RlveConfig
+from tinkercloud_testing.models import EOS_TOKEN_ID
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.servers import API_KEY, Server
 
@@ -135,11 +136,10 @@ def test_the_first_update_is_on_policy_and_only_on_responses(started: Callable[.
     responses = [each for group in groups if not group.is_uniform for each in group.responses]
     assert len(data) == len(responses) > 0
     assert any(each.outcome.accuracy for each in responses)
-    end = trainer._tokenizer.eos_token_id
     for datum, output, response in zip(data, result.loss_fn_outputs, responses, strict=True):
         number = len(response.tokens)
         assert list(datum.loss_fn_inputs["target_tokens"].data)[-number:] == list(response.tokens)
-        assert (response.tokens[-1] == end) == bool(response.outcome.accuracy)
+        assert (response.tokens[-1] == EOS_TOKEN_ID) == bool(response.outcome.accuracy)
         trained = list(output["logprobs"].data)[-number:]
         assert trained == pytest.approx(list(response.logprobs), abs=1e-4)
         advantages = list(datum.loss_fn_inputs["advantages"].data)

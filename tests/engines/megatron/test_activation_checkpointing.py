@@ -32,6 +32,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_testing.trainers import base_of, held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers import vocabulary_logprobs
@@ -63,7 +64,7 @@ def begin(trainer: MegatronTrainer, lora: LoraConfig | None) -> None:
     """Add a model whose weights have moved off the base's, the same ones every time."""
     trainer.add_model("m", lora)
     generator = torch.Generator().manual_seed(1)
-    flat = trainer._models["m"].trainable.flat.detach()
+    flat = held_models(trainer)["m"].trainable.flat.detach()
     flat.add_(0.1 * torch.randn(flat.shape, generator=generator))
 
 
@@ -86,7 +87,7 @@ def run(trainer: MegatronTrainer) -> tuple[np.ndarray, torch.Tensor, int]:
     trainer.discard_gradient("m")
     with counted() as kept:
         output = trainer.forward_backward("m", batch)
-    gradient = trainer._models["m"].trainable.gradient.clone()
+    gradient = held_models(trainer)["m"].trainable.gradient.clone()
     return np.concatenate(output.logprobs), gradient, sum(kept)
 
 
@@ -96,7 +97,7 @@ def test_layers_recomputed_give_the_same_gradient_and_keep_little(
 ) -> None:
     make, lora = CASES[name]
     keeping = megatron_trainer(str(save(make(), tmp_path)), 1, 1)
-    again = MegatronTrainer(keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=0)
+    again = MegatronTrainer(base_of(keeping), max_batch_tokens=BATCH_TOKENS, max_kept_tokens=0)
     begin(keeping, lora)
     begin(again, lora)
 
@@ -111,7 +112,7 @@ def test_layers_recomputed_give_the_same_gradient_and_keep_little(
 def test_only_larger_micro_batches_are_recomputed(alone: timedelta, tmp_path: Path) -> None:
     keeping = megatron_trainer(str(save(tiny_qwen3(), tmp_path)), 1, 1)
     large = MegatronTrainer(
-        keeping._base, max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
+        base_of(keeping), max_batch_tokens=BATCH_TOKENS, max_kept_tokens=BATCH_TOKENS
     )
     begin(keeping, ADAPTER)
     begin(large, ADAPTER)
@@ -137,7 +138,7 @@ def test_a_forward_pass_keeps_nothing_for_a_backward_pass(
     # Losses are differentiated by their logprobs, in passes of both kinds.
     assert sum(kept_forward) == expected.nbytes
     np.testing.assert_allclose(np.concatenate(output.logprobs), expected, atol=1e-5)
-    assert torch.equal(trainer._models["m"].trainable.gradient, gradient)
+    assert torch.equal(held_models(trainer)["m"].trainable.gradient, gradient)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -175,7 +176,7 @@ def test_a_base_in_bfloat16_has_logprobs_and_gradients_of_its_rounding(
     begin(rounded, ADAPTER)
     got, approximate, _ = run(rounded)
 
-    assert {weight.dtype for weight in rounded._base.module.parameters()} == {torch.bfloat16}
+    assert {weight.dtype for weight in base_of(rounded).module.parameters()} == {torch.bfloat16}
     assert approximate.dtype == torch.float32
     assert np.abs(got - logprobs).mean() <= 0.05
     assert (approximate - gradient).norm() <= 0.1 * gradient.norm()

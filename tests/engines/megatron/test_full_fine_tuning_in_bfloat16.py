@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_testing.lookups import gradient_of_lookups
 from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.trainers import base_of, held_models, run
 from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
@@ -79,11 +79,11 @@ def test_gradients_of_the_vocabulary_are_sums_over_all_positions_in_float32(
     alone: timedelta, tmp_path: Path, entered: list[Tensor], *, tied: bool
 ) -> None:
     trainer = begin(tmp_path, tied=tied)
-    lookups = gradient_of_lookups(trainer._base.module.embedding.word_embeddings)
+    lookups = gradient_of_lookups(base_of(trainer).module.embedding.word_embeddings)
 
     run(trainer, [a_sequence()])
 
-    weights = trainer._models["m"].trainable.tensors
+    weights = held_models(trainer)["m"].trainable.tensors
     head = weights[EMBEDDING if tied else OUTPUT_LAYER]
     of_products, of_lookups = gradient_of_products(head.detach(), *entered), lookups()
     expected = {EMBEDDING: of_lookups, OUTPUT_LAYER: of_products}
@@ -100,7 +100,7 @@ def test_the_gradient_of_a_layer_is_accumulated_before_the_next_layer_is_compute
     alone: timedelta, tmp_path: Path
 ) -> None:
     trainer = begin(tmp_path, tied=False)
-    weights = trainer._models["m"].trainable.tensors
+    weights = held_models(trainer)["m"].trainable.tensors
     added: list[set[str]] = []
 
     def note(_gradient: Tensor) -> None:
@@ -109,7 +109,7 @@ def test_the_gradient_of_a_layer_is_accumulated_before_the_next_layer_is_compute
     def follow(_layer: nn.Module, _arguments: Any, given: Mapping[str, Tensor]) -> None:
         given["hidden_states"].register_hook(note)
 
-    trainer._base.module.decoder.layers[1].register_forward_pre_hook(follow, with_kwargs=True)
+    base_of(trainer).module.decoder.layers[1].register_forward_pre_hook(follow, with_kwargs=True)
     run(trainer, [a_sequence()])
 
     [before] = added

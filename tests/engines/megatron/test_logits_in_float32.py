@@ -14,6 +14,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import in_dtype, save, tiny_qwen3
 from tinkercloud_testing.ranks import BATCH_TOKENS
+from tinkercloud_testing.trainers import base_of, held_models
 from tinkercloud_worker.device import frozen_linear
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora.adapters import scale
@@ -62,7 +63,7 @@ def a_trainer(folder: Path, lora: LoraConfig | None) -> MegatronTrainer:
     base = load(str(save(tiny_qwen3(), folder)), torch.bfloat16, Parallelism(), Cpu())
     trainer = MegatronTrainer(base, max_batch_tokens=BATCH_TOKENS)
     trainer.add_model("m", lora)
-    flat = trainer._models["m"].trainable.flat.detach()
+    flat = held_models(trainer)["m"].trainable.flat.detach()
     flat.add_(0.1 * torch.randn(flat.shape, generator=torch.Generator().manual_seed(1)))
     return trainer
 
@@ -80,11 +81,11 @@ def test_logprobs_are_those_of_float32_logits_of_the_hidden_states(
     output = trainer.forward_backward("m", batch)
 
     [(layer, hidden, targets)] = layers
-    tensors = trainer._models["m"].trainable.tensors
+    tensors = held_models(trainer)["m"].trainable.tensors
     logits = hidden.double() @ layer.linear.weight.double().T
     assert hidden.dtype == layer.linear.weight.dtype == torch.bfloat16
     if lora is not None:
-        head = trainer._base.lm_head
+        head = base_of(trainer).lm_head
         a, b = tensors[head.a_name].detach(), tensors[head.b_name].detach()
         logits += scale(lora.rank) * (hidden.double() @ a.double().T) @ b.double().T
     expected = logits.log_softmax(1).gather(1, targets)
@@ -105,7 +106,7 @@ def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
     torch_trainer.import_state("m", trainer.export_state("m"))
 
     [(layer, hidden, _)] = layers
-    model = torch_trainer._models["m"]
+    model = held_models(torch_trainer)["m"]
     of_torch = torch_trainer._lm_head_layer([(slice(0, len(hidden)), model)])
 
     with torch.no_grad():

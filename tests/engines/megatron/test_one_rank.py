@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
+from tinkercloud_testing.megatron import MegatronRank, lengthen_examples, megatron_trainer
 from tinkercloud_testing.models import (
     save,
     tiny_gpt2,
@@ -404,7 +404,7 @@ def test_rows_lengthened_for_ranks_that_divide_the_sequence_change_nothing(
     gradient = gradient_of(megatron)
     megatron.discard_gradient("m")
 
-    megatron._pad_to_multiple_of = 4
+    lengthen_examples(megatron, 4)
     got = run(megatron, data)
 
     np.testing.assert_allclose(

@@ -17,6 +17,7 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.trainers import base_of, held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
@@ -92,7 +93,7 @@ def kept(trainer: MegatronTrainer, tokens: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trainer.forward_backward("m", batch)
-    weights = [*trainer._base.module.parameters(), trainer._models["m"].trainable.flat]
+    weights = [*base_of(trainer).module.parameters(), held_models(trainer)["m"].trainable.flat]
     known = {weight.untyped_storage().data_ptr() for weight in weights}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in saved}
     return sum(each.nbytes() for place, each in storages.items() if place not in known)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_trainer
+from tinkercloud_testing.megatron import lengthen_examples, megatron_trainer
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.trainers import base_of, run
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch, SequenceDivision
@@ -112,7 +112,7 @@ def test_one_rank_computes_positions_of_examples_only(alone: timedelta, tmp_path
     megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
     megatron.add_model("m", LoraConfig(rank=4, seed=1))
     computed: list[int] = []
-    layer = megatron._base.module.decoder.layers[0]
+    layer = base_of(megatron).module.decoder.layers[0]
     layer.self_attention.register_forward_pre_hook(
         lambda _, inputs: computed.append(inputs[0].shape[0] * inputs[0].shape[1])
     )
@@ -128,7 +128,7 @@ def test_micro_batches_are_within_the_budget_where_examples_are_lengthened(
     megatron = megatron_trainer(str(save(tiny_llama(), tmp_path)), 1, 1)
     megatron.add_model("m", LoraConfig(rank=4, seed=1))
     # As with tensor parallelism 4, or context parallelism 2 of tensor parallelism 2.
-    megatron._pad_to_multiple_of = 8
+    lengthen_examples(megatron, 8)
 
     run(megatron, random_data([3] * 20))
 

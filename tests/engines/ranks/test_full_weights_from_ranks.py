@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -26,8 +25,8 @@ from tinkercloud_testing.data import random_data
 from tinkercloud_testing.engines import Engine, an_engine
 from tinkercloud_testing.models import in_dtype, save, tiny_llama
 from tinkercloud_testing.ranks import MeasuredTrainer, MortalTrainer
-from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang, a_fake_sglang
+from tinkercloud_testing.sglang.sampling import (
     FOLDER,
     MODEL,
     WHOLE,
@@ -50,7 +49,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 JOINED = "/init_weights_update_group"
 SENT = "/update_weights_from_distributed"
-WAYS = [{"process_group": "gloo"}, {"shared_memory": "cpu"}]
 STORE = "ray::WeightStore"
 
 
@@ -127,21 +125,20 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @asynccontextmanager
-async def engines(ranks: Ranks, folder: Path, **way: Any) -> AsyncIterator[Engines]:
+async def engines(ranks: Ranks, folder: Path) -> AsyncIterator[Engines]:
     with an_engine(tiny_llama(), folder / "engine") as ours:
         async with a_fake_sglang(ours, ranks.config.base_path) as theirs:
-            sampler = a_sampler([theirs], folder, weight_host=ranks.host, **way)
+            sampler = a_sampler([theirs], folder, weight_host=ranks.host, process_group="gloo")
             try:
                 yield Engines(ours, theirs, sampler, folder / "scratch")
             finally:
                 await sampler.close()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_published_weights_go_from_ranks_to_an_engine_without_the_head(
-    ranks: Ranks, tmp_path: Path, way: dict[str, str]
+    ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, **way) as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
         await engine.publish(ranks, "flat", 0.3)
 
@@ -151,8 +148,7 @@ async def test_published_weights_go_from_ranks_to_an_engine_without_the_head(
         assert len(ranks.kept()) == 2
         assert engine.at_the_head() == []
         assert engine.theirs.called(FOLDER) == []
-        if "process_group" in way:
-            assert engine.theirs.called(WHOLE) == []
+        assert engine.theirs.called(WHOLE) == []
         await engine.sampler.retire("flat")
         await asyncio.to_thread(
             wait_until, lambda: len(ranks.kept()) == 1, "what is retired goes there too"
@@ -185,7 +181,7 @@ async def test_stored_weights_of_ranks_have_the_compute_dtype(
 async def test_an_engine_that_rejects_weights_from_ranks_gets_them_through_the_head(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         engine.theirs.refuses = frozenset({SENT})
 
         await engine.publish(ranks, "sharp", 3.0)
@@ -203,12 +199,11 @@ async def test_an_engine_that_rejects_weights_from_ranks_gets_them_through_the_h
         assert "config.json" in {path.name for path in kept.iterdir()}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
 async def test_weights_fetched_by_the_head_are_removed_from_the_ranks(
-    ranks: Ranks, tmp_path: Path, way: dict[str, str]
+    ranks: Ranks, tmp_path: Path
 ) -> None:
     """As what another head had published, and checkpoints that are sampled from."""
-    async with engines(ranks, tmp_path, **way) as engine:
+    async with engines(ranks, tmp_path) as engine:
         model = a_whole_model(engine.ours, 3.0)
         await engine.ours.sampler.publish("sharp", model)
         await engine.sampler.publish("sharp", model)
@@ -216,8 +211,7 @@ async def test_weights_fetched_by_the_head_are_removed_from_the_ranks(
         await assert_sampled(engine.ours, engine.sampler, "sharp")
 
         assert engine.theirs.called(FOLDER) == []
-        carried = SENT if "process_group" in way else WHOLE
-        assert len(engine.theirs.called(carried)) >= 1
+        assert len(engine.theirs.called(SENT)) >= 1
         await asyncio.to_thread(wait_until, lambda: ranks.kept() == [], "nothing is left there")
 
 
@@ -237,7 +231,7 @@ async def test_engines_that_are_sent_the_heads_model_at_once_have_a_copy_each(
 
 
 async def test_the_weights_of_an_engine_can_be_exported(ranks: Ranks, tmp_path: Path) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
 
         exported = await engine.sampler.export("sharp")
@@ -253,7 +247,7 @@ async def test_the_weights_of_an_engine_can_be_exported(ranks: Ranks, tmp_path: 
 async def test_a_process_that_ended_between_two_models_is_replaced(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
         [sender] = senders()
         sender.kill()
@@ -299,7 +293,7 @@ async def test_a_model_that_does_not_fit_on_ranks_goes_to_the_head(
 async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
         ranks.trainer.group.current.call("die_in", "forward_backward", 1)
         with pytest.raises(GradientLost):
@@ -317,7 +311,7 @@ async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_agai
 async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "flat", 0.3)
         async with engine.theirs.holding(SENT) as was_asked:
             publishing = asyncio.create_task(engine.publish(ranks, "sharp", 3.0))
@@ -338,7 +332,7 @@ async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
 async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
         bring = await asyncio.to_thread(ranks.trainer.publication, "sharp")
         ranks.trainer.group.current.call("die_in", "forward_backward", 0)
@@ -357,10 +351,11 @@ async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
 async def test_a_weight_store_that_dies_is_replaced_and_nothing_waits_for_it(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    async with engines(ranks, tmp_path, process_group="gloo") as engine:
+    async with engines(ranks, tmp_path) as engine:
         await engine.publish(ranks, "sharp", 3.0)
-        assert ranks.host._store is not None
-        ray.kill(ranks.host._store)
+        store = ranks.host._store
+        assert store is not None
+        ray.kill(store)
 
         await engine.publish(ranks, "flat", 0.3)
         await assert_sampled(engine.ours, engine.sampler, "flat")

@@ -11,7 +11,7 @@ from tinkercloud_testing.crowded_ranks import Crowded, crowded_megatron, crowded
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.ranks import TrainerOf
-from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
+from tinkercloud_testing.trainers import assert_equal, gradient_of, held_models, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
@@ -268,8 +268,10 @@ def test_adapters_that_share_a_pass_or_a_step_are_all_there_or_none_is_changed(
 def mortal(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankedTrainer]:
     """A trainer with memory for two adapters, and after a loss of ranks another group of them."""
     files = tmp_path_factory.mktemp("mortal")
-    layout = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=1)._adapter_layout(LORA)
-    small = partial(crowded_replica, files, 40 * layout.size, LARGE)
+    alone = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=1)
+    alone.add_model("m", LORA)
+    size = held_models(alone)["m"].trainable.flat.numel()
+    small = partial(crowded_replica, files, 40 * size, LARGE)
     ranked = RankedTrainer(lambda _: RankGroup(GroupShape(2, cpus_per_rank=0.1), small))
     yield ranked
     ranked.close()

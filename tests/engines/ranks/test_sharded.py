@@ -25,7 +25,14 @@ from tinkercloud_testing.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, Trainers
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
+from tinkercloud_testing.trainers import (
+    assert_close,
+    assert_equal,
+    base_of,
+    gradient_of,
+    moments_of,
+    run,
+)
 from tinkercloud_testing.wrong_folders import UP, Fault, prefixed, value
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -118,7 +125,7 @@ def test_scoring_changes_nothing_and_an_empty_share_is_scored_along(trainers: Tr
 
 def test_each_rank_holds_its_part_of_the_layers_only(trainers: Trainers) -> None:
     sharded, single = trainers
-    weights = single._base.named_weights()
+    weights = base_of(single).named_weights()
     layers = sum(weight.numel() for name, weight in weights.items() if ".layers." in name)
 
     held = sharded.group.current.call_each("layer_elements", [(), ()])
@@ -289,7 +296,7 @@ def test_each_rank_holds_its_part_of_a_full_model_and_its_moments(trainers: Trai
     sharded, single = trainers
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
-    elements = sum(weight.numel() for weight in single._base.named_weights().values())
+    elements = sum(weight.numel() for weight in base_of(single).named_weights().values())
 
     held = sharded.group.current.call_each("trained_elements", [("m",), ("m",)])
 

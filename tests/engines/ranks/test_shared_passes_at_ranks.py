@@ -16,7 +16,13 @@ from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, MortalTrainer, TrainerOf
+from tinkercloud_testing.ranks import (
+    BATCH_TOKENS,
+    MeasuredTrainer,
+    MortalTrainer,
+    TrainerOf,
+    actors_of,
+)
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
 from tinkercloud_testing.uploaded_losses import processes, uploaded
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
@@ -344,7 +350,7 @@ async def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
     group = ranked.group.current
     if lost_in is None:
-        ray.kill(group._ranks[1])
+        ray.kill(actors_of(group)[1])
     else:
         group.call("die_in", lost_in, 1)
 

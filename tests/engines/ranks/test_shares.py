@@ -16,7 +16,7 @@ from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_qwen3
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf
+from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, actors_of
 from tinkercloud_testing.trainers import assert_equal, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -128,7 +128,7 @@ def test_what_all_ranks_export_is_the_state_that_they_were_given_each_element_on
 
 def test_a_rank_exports_its_share_while_no_other_takes_part(divided: Divided) -> None:
     *_, (_, expected) = divided.group.call_in_parts("share_state", "m")
-    last: Any = divided.group._ranks[-1].call_in_parts
+    last: Any = actors_of(divided.group)[-1].call_in_parts
 
     stream = last.options(num_returns="streaming").remote("share_state", ("m",))
     ray.get(stream.completed(), timeout=120)
@@ -244,7 +244,7 @@ def lose_first_rank(patch: pytest.MonkeyPatch, ranked: RankedTrainer, method: st
 
     def assembled(shares: Shares) -> object:
         patch.setattr(Shares, method, assemble)
-        ray.kill(ranked.group.current._ranks[0])
+        ray.kill(actors_of(ranked.group.current)[0])
         raise Unavailable("a node of the trainer's ranks was lost")
 
     patch.setattr(Shares, method, assembled)

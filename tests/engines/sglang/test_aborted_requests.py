@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import FakeSglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang
+from tinkercloud_testing.sglang.sampling import (
     FOLDER,
     NEVER,
     PROMPTS,

@@ -15,12 +15,11 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_qwen3_moe
-from tinkercloud_testing.sglang import (
+from tinkercloud_testing.sglang.engine import (
     FakeSglang,
     listening,
 )
-from tinkercloud_testing.sglang_definitions import read_tensors
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.sampling import (
     FILES,
     NEVER,
     PROMPTS,
@@ -29,8 +28,10 @@ from tinkercloud_testing.sglang_sampling import (
     an_adapter,
     assert_same,
     assert_sampled,
+    cleaned_up,
     publish,
 )
+from tinkercloud_testing.sglang.source import read_tensors
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.sampling.samplers import Samplers
@@ -86,7 +87,7 @@ async def test_adapter_names_are_unique_across_heads(
     first = a_sampler(fakes[:1], tmp_path / "first")
     await first.publish("one", weights)
     await first.retire("one")
-    await asyncio.gather(*first._cleaning)
+    await cleaned_up(first)
     await first.publish("one", weights)
     # The first is killed rather than closed, so the engine keeps what it was given.
     second = a_sampler(fakes[:1], tmp_path / "second", generation="g2")
@@ -126,7 +127,7 @@ async def test_files_of_a_retired_version_are_removed_even_if_its_engine_is_gone
         await sampler.sample("one", a_sampling_request([1]))
 
     await sampler.retire("one")
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
 
     assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
     await sampler.close()
@@ -145,7 +146,7 @@ async def test_a_retired_version_is_removed_after_its_last_request(
     with pytest.raises(NotFound):
         await sampler.sample("one", a_sampling_request([1]))
     [sequence] = (await running).sequences
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
 
     assert len(sequence.tokens) == 200
     assert [fake.adapters for fake in fakes] == [{}, {}]
@@ -169,7 +170,7 @@ async def test_unused_snapshots_accumulate_neither_in_engines_nor_in_the_folder(
 
     for step in range(8):
         await samplers.publish(SamplingSessionId("s", step), ModelId("s", 0), weights)
-        await asyncio.gather(*sampler._cleaning)
+        await cleaned_up(sampler)
         assert sum(len(fake.adapters) for fake in fakes) == min(step + 1, 3)
         assert len(list((tmp_path / "scratch" / "adapters").iterdir())) == min(step + 1, 3)
 
@@ -212,7 +213,7 @@ async def test_weights_cancelled_while_being_written_leave_no_files(
     with pytest.raises(asyncio.CancelledError):
         await publishing
     may_end.set()
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
 
     assert list((tmp_path / "scratch" / "adapters").iterdir()) == []
     await sampler.close()

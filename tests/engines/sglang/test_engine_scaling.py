@@ -9,8 +9,8 @@ import pytest
 
 from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import FakeSglang, listening
-from tinkercloud_testing.sglang_sampling import TENSORS, a_sampler, an_adapter, publish
+from tinkercloud_testing.sglang.engine import FakeSglang, listening
+from tinkercloud_testing.sglang.sampling import TENSORS, a_sampler, an_adapter, publish, servers_of
 from tinkercloud_testing.waiting import reached
 from tinkercloud_worker.inference import engine_scaler, routing, server
 from tinkercloud_worker.inference.sampler import InferenceSampler
@@ -38,6 +38,11 @@ async def needed(sampler: InferenceSampler, engines: int) -> int:
     return await sampler.scaler.needed(engines)
 
 
+def is_preparing(sampler: InferenceSampler) -> bool:
+    """Return whether an engine is being prepared for its first request."""
+    return bool(sampler._pool._joining)
+
+
 def sampling(sampler: InferenceSampler, version: str, number: int) -> list[asyncio.Task[object]]:
     """Send requests of two samples each, with prompts of different routing keys."""
     request = a_sampling_request([1, 2], num_samples=2)
@@ -56,7 +61,7 @@ async def test_another_engine_gets_the_adapters_before_its_first_request(
         assert second.calls == []
         asking = asyncio.create_task(needed(scaled, 2))
         async with asyncio.timeout(30):
-            await reached(lambda: len(second.adapters) == 8 and not scaled._pool._joining)
+            await reached(lambda: len(second.adapters) == 8 and not is_preparing(scaled))
             later = [task for n in range(8) for task in sampling(scaled, f"run-{n}", 1)]
             await reached(lambda: any("lora_path" in body for body in second.called("/generate")))
     await asyncio.gather(*waiting, *later)
@@ -74,7 +79,7 @@ async def test_requests_that_wait_for_a_lost_engine_go_to_one_that_joins(
         sampler = a_sampler([lost, fakes[0]], tmp_path, scaling=SCALING, adapters_seen=False)
         await publish(engine, sampler, "one", an_adapter(engine, 1))
     waiting = sampling(sampler, "one", 3)
-    await reached(lambda: not sampler._pool.in_use[0].is_up)
+    await reached(lambda: not servers_of(sampler)[lost.url].is_up)
     assert await needed(sampler, 1) == 2
 
     asking = asyncio.create_task(needed(sampler, 2))
@@ -105,7 +110,7 @@ async def test_an_engine_is_released_after_its_last_request_and_may_start_again(
             await held.enter_async_context(first.holding("/generate"))
             busy = sampling(scaled, here, 4)
             joining = asyncio.create_task(needed(scaled, 2))
-            await reached(lambda: len(second.adapters) == 2 and not scaled._pool._joining)
+            await reached(lambda: len(second.adapters) == 2 and not is_preparing(scaled))
             async with second.holding("/generate") as is_called:
                 [last] = sampling(scaled, there, 1)
                 await is_called.wait()

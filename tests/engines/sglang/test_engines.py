@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import (
+from tinkercloud_testing.sglang.engine import (
     FakeSglang,
     listening,
 )
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.sampling import (
     NEVER,
     PROMPTS,
     TENSORS,
@@ -18,9 +18,12 @@ from tinkercloud_testing.sglang_sampling import (
     a_whole_model,
     an_adapter,
     assert_same,
+    cleaned_up,
     counted,
     publish,
+    servers_of,
 )
+from tinkercloud_worker.engine.turns.engine_thread import NoBackground
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.routing import order
@@ -222,7 +225,7 @@ async def test_an_engine_lost_while_releasing_its_memory_recovers(
 ) -> None:
     sampler = a_sampler(fakes[:1], tmp_path, colocated=True)
     await sampler.publish("base", None)
-    [client] = sampler._servers.values()
+    [client] = servers_of(sampler).values()
     async with sampler.training():
         client.begin_recovery(ServerUnreachable("a connection was closed"))
 
@@ -251,7 +254,7 @@ async def test_colocated_engines_release_their_memory_while_the_trainer_computes
     await publish(engine, sampler, "one", an_adapter(engine, 1))
     request = a_sampling_request([1, 2], max_tokens=30)
     thread = ColocatedThread(sampler.training, release=lambda: None, on_crash=lambda _: None)
-    thread.start(thread._background)
+    thread.start(NoBackground())
 
     async def train() -> list[set[str]]:
         return await thread.run(lambda _: [set(fake.released) for fake in fakes])
@@ -268,7 +271,7 @@ async def test_colocated_engines_release_their_memory_while_the_trainer_computes
         assert_same(result, await engine.sampler.sample("one", request))
     await train()
     await sampler.retire("one")
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
     assert [fake.adapters for fake in fakes] == [{}, {}]
     thread.stop()
     await sampler.close()

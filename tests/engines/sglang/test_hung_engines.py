@@ -10,8 +10,8 @@ from typing import TypeVar
 import pytest
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import FakeSglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang
+from tinkercloud_testing.sglang.sampling import (
     NEVER,
     PROMPTS,
     a_sampler,
@@ -19,6 +19,7 @@ from tinkercloud_testing.sglang_sampling import (
     assert_same,
     counted,
     publish,
+    servers_of,
 )
 from tinkercloud_worker.inference import server as inference_server
 from tinkercloud_worker.inference import server_pool
@@ -130,7 +131,7 @@ async def test_a_slow_engine_is_health_checked_and_keeps_its_requests(
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
     assert drawn(slow) == before + 1
     assert counted(slow, "losses_total") == 0
-    assert [each._watching for each in warm._servers.values()] == [None, None]
+    assert [each._watching for each in servers_of(warm).values()] == [None, None]
     await warm.close()
 
 
@@ -169,7 +170,7 @@ async def test_requests_move_when_another_request_finds_their_engine_lost(
     async with hanging(gone) as was_asked:
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
-        warm._servers[gone.url].begin_recovery(ServerUnreachable("a connection was refused"))
+        servers_of(warm)[gone.url].begin_recovery(ServerUnreachable("a connection was refused"))
 
         assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
 
@@ -201,8 +202,8 @@ async def test_a_broken_connection_does_not_affect_other_requests_of_a_healthy_e
         asked = asyncio.create_task(warm.sample("one", REQUEST))
         await was_asked.wait()
         monkeypatch.setattr(SglangDialect, "check_health", busy)
-        warm._servers[fake.url].begin_recovery(ServerUnreachable("a connection was closed"))
-        await warm._servers[fake.url].recovered()
+        servers_of(warm)[fake.url].begin_recovery(ServerUnreachable("a connection was closed"))
+        await servers_of(warm)[fake.url].recovered()
         assert not asked.done()
 
     assert_same(await soon(asked), await engine.sampler.sample("one", REQUEST))
@@ -238,7 +239,7 @@ async def test_time_at_a_lost_engine_does_not_count_as_waiting(
     monkeypatch.setattr(server_pool, "time", SimpleNamespace(monotonic=lambda: now))
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))
-    [client] = sampler._servers.values()
+    [client] = servers_of(sampler).values()
     async with fakes[0].holding("/generate") as was_asked:
         asked = asyncio.create_task(sampler.sample("one", REQUEST))
         await was_asked.wait()

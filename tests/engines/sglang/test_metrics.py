@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import (
+from tinkercloud_testing.sglang.engine import (
     FakeSglang,
 )
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.sampling import (
     WHOLE,
     a_sampler,
     a_whole_model,
     an_adapter,
+    cleaned_up,
     counted,
 )
 
@@ -32,7 +33,7 @@ async def test_loads_failures_and_lost_adapters_of_an_engine_are_counted(
     fakes[0].restart()
     await sampler.sample("one", a_sampling_request([1, 2]))
     await sampler.retire("two")
-    await asyncio.gather(*sampler._cleaning)
+    await cleaned_up(sampler)
 
     adapters, models = ({"what": what, "way": "request"} for what in ("adapter", "model"))
     assert counted(fakes[0], "load_seconds_count", **adapters) == 3

@@ -14,8 +14,8 @@ import orjson
 import pytest
 
 from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.sglang import FakeSglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang
+from tinkercloud_testing.sglang.sampling import (
     FOLDER,
     WHOLE,
     a_sampler,

@@ -9,16 +9,17 @@ import pytest
 from pydantic import ValidationError
 
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import FakeSglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang
+from tinkercloud_testing.sglang.sampling import (
     NEVER,
     PROMPTS,
     a_sampler,
     a_whole_model,
     an_adapter,
     publish,
+    servers_of,
 )
-from tinkercloud_testing.sglang_server import SglangServer, UnknownEndpoint
+from tinkercloud_testing.sglang.server import SglangServer, UnknownEndpoint
 from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 
@@ -74,7 +75,7 @@ async def test_the_client_only_reads_fields_that_sglang_returns(
         )
     async with sampler.training():
         pass
-    [running] = sampler._servers.values()
+    [running] = servers_of(sampler).values()
     await running.dialect.check_health()
     await sampler.retire("one")
     await sampler.close()

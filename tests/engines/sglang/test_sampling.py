@@ -8,17 +8,17 @@ import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.sglang import (
+from tinkercloud_testing.sglang.engine import (
     FakeSglang,
 )
-from tinkercloud_testing.sglang_definitions import definition
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.sampling import (
     NEVER,
     PROMPTS,
     an_adapter,
     assert_same,
     publish,
 )
+from tinkercloud_testing.sglang.source import definition
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,
     PromptLogprobParams,

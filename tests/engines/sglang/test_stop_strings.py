@@ -10,9 +10,9 @@ from tinkercloud_protocol.requests.tensors import SampledSequence
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.sglang_definitions import SAMPLING, definition
-from tinkercloud_testing.sglang_sampling import PROMPTS, assert_same, publish
-from tinkercloud_testing.sglang_stops import ended
+from tinkercloud_testing.sglang.generation import ended
+from tinkercloud_testing.sglang.sampling import PROMPTS, assert_same, publish
+from tinkercloud_testing.sglang.source import File, definition
 from tinkercloud_worker.engine.sampling.growing_text import decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.sampling.stopping import cut_at_stop
@@ -44,7 +44,7 @@ def a_merging_tokenizer(word: str) -> tuple[PreTrainedTokenizerFast, int, list[i
 def sampling_params(*strings: str) -> Any:
     """Return SGLang's sampling parameters for these stop strings."""
     request = a_sampling_request([1], stop=StopRules(frozenset(), strings))
-    return definition("SamplingParams", SAMPLING).model_validate(_sampling_params(request, 1))
+    return definition("SamplingParams", File.SAMPLING).model_validate(_sampling_params(request, 1))
 
 
 @pytest.mark.parametrize("stop", ["###", "\n\nUser:", "a.b*[c]", "日本語", "né\n", LONG])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.sglang_definitions import requirements
+from tinkercloud_testing.sglang.source import requirements
 
 pytestmark = pytest.mark.slow
 

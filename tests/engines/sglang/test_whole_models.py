@@ -11,8 +11,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.sglang import FakeSglang, a_fake_sglang
-from tinkercloud_testing.sglang_sampling import (
+from tinkercloud_testing.sglang.engine import FakeSglang, a_fake_sglang
+from tinkercloud_testing.sglang.sampling import (
     FOLDER,
     NEVER,
     PROMPTS,

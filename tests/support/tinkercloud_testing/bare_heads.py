@@ -40,6 +40,7 @@ from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.engine.turns.engine_thread import NoBackground
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order import requests
+from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.inference.colocation import ColocatedThread, Turn
 from tinkercloud_worker.training.paging import PagingPlace
@@ -241,3 +242,8 @@ def a_head(
         yield Head(service, backend, spec=spec)
         service.close()
         thread.stop()
+
+
+def samplers_of(head: Head) -> Samplers:
+    """Return the sampler versions that a head keeps."""
+    return head.service._samplers

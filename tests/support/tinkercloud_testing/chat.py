@@ -23,9 +23,14 @@ _TEMPLATE = """
 _SAYING_TEMPLATE = _TEMPLATE.replace("'assistant: '", "messages[-1].content[-1]")
 
 
-def a_chat_model(folder: Path) -> Path:
-    """Write a random model whose template names roles in plain text, and return its folder."""
-    save(tiny_llama(), folder)
+def a_chat_model(folder: Path, positions: int = 512) -> Path:
+    """Write a random model whose template names roles in plain text, and return its folder.
+
+    Args:
+        folder: where to write it.
+        positions: its context length.
+    """
+    save(tiny_llama(positions=positions), folder)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)

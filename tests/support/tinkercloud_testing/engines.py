@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.device.memory import Available
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,
@@ -104,7 +105,7 @@ async def publish_adapter(engine: Engine, name: str, seed: int, rank: int = 4) -
     model_id = f"{name}-{seed}"
     engine.trainer.add_model(model_id, LoraConfig(rank=rank, seed=seed))
     generator = torch.Generator().manual_seed(seed)
-    for tensor in engine.trainer._models[model_id].trainable.tensors.values():
+    for tensor in held_models(engine.trainer)[model_id].trainable.tensors.values():
         tensor.detach().normal_(0, 0.1, generator=generator)
     await engine.sampler.publish(name, engine.trainer.snapshot(model_id))
 

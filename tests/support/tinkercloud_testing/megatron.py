@@ -13,6 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 from tinkercloud_testing.leaving import taken_by
 from tinkercloud_testing.matrices import matrices_of
 from tinkercloud_testing.ranks import BATCH_TOKENS, Measured, Mortal
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
@@ -86,7 +87,7 @@ def taken_by_exporting(path: str) -> int:
     try:
         trainer = megatron_trainer(path, 1, 1)
         trainer.add_model("m", None)
-        model = trainer._models["m"]
+        model = held_models(trainer)["m"]
         assert model.sharding is not None
         pieces = model.sharding.pieces
         import tinkercloud_testing.elsewhere  # noqa: F401, PLC0415 - it can't be undone
@@ -96,6 +97,11 @@ def taken_by_exporting(path: str) -> int:
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def lengthen_examples(trainer: MegatronTrainer, multiple: int) -> None:
+    """Pad examples to a multiple of tokens, as ranks that divide the sequence do."""
+    trainer._pad_to_multiple_of = multiple
 
 
 def _rebuilt(*arguments: Any) -> MegatronRank:

@@ -48,6 +48,7 @@ def tiny_llama(
     bias: bool = False,
     activation: str = "silu",
     rope: Mapping[str, object] = MappingProxyType({"rope_type": "default"}),
+    positions: int = 512,
 ) -> PreTrainedModel:
     """Return a random Llama with grouped-query attention, always with the same seed.
 
@@ -58,6 +59,7 @@ def tiny_llama(
         bias: whether its attention has biases.
         activation: the activation of its MLP.
         rope: the rope parameters, as in transformers.
+        positions: its context length.
     """
     torch.manual_seed(7)
     return LlamaForCausalLM(
@@ -68,7 +70,7 @@ def tiny_llama(
             num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=512,
+            max_position_embeddings=positions,
             tie_word_embeddings=tied,
             attention_bias=bias,
             hidden_act=activation,

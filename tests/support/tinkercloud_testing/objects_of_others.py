@@ -70,6 +70,7 @@ def reads(of: Names) -> list[Call]:
         Call("POST /api/v1/weights_info", {"tinker_path": of["path"]}),
         Call(f"GET {run}"),
         Call(f"GET {run}/checkpoints"),
+        Call("GET /api/v1/runs/{run_id}"),
         Call(f"GET {run}{checkpoint}/archive"),
         Call(
             f"GET {run}{checkpoint}/external_weights_urls",
@@ -119,6 +120,7 @@ def trains_and_samples(of: Names) -> list[Call]:
         Call("POST /api/v1/load_weights", {**theirs, "model_seq_id": 5, **load}),
         Call("POST /api/v1/load_weights", {**mine, "model_seq_id": 5, **load}),
         Call("POST /api/v1/attach_model", {"model_id": of["run_id"]}),
+        Call("POST /api/v1/runs/{run_id}/save", {}),
         Call("POST /api/v1/create_model", {**theirs, "model_seq_id": 6, **lora}),
         Call("POST /api/v1/create_custom_loss", {**theirs, "custom_loss_seq_id": 1, **LOSS}),
         *(Call("POST /api/v1/asample", {**source, **sampled}) for source in sources),
@@ -174,6 +176,7 @@ def changes(of: Names) -> list[Call]:
         Call(f"POST {program}/stop"),
         Call(f"DELETE {upload}/{{upload_id}}"),
         Call("DELETE /oai/sessions/{session_id}", other={"session_id": of["recorded"]}),
+        Call("POST /api/v1/runs/{run_id}/stop", {}),
         Call("POST /api/v1/unload_model", {"model_id": of["run_id"]}),
         Call("POST /api/v1/delete_model", {"model_id": of["run_id"]}),
         Call(f"POST {session}/finish", {"reason": {"type": "success"}}),

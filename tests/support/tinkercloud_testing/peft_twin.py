@@ -42,8 +42,8 @@ class PeftTwin:
         config = peft.LoraConfig(
             r=adapter.lora.rank, lora_alpha=32, target_modules=sorted(modules), lora_dropout=0.0
         )
-        self._model = peft.get_peft_model(base, config).eval()
-        peft.set_peft_model_state_dict(self._model, adapters.to_peft_names(adapter.tensors))
+        self.model = peft.get_peft_model(base, config).eval()
+        peft.set_peft_model_state_dict(self.model, adapters.to_peft_names(adapter.tensors))
         self._optimizer = torch.optim.AdamW(self.parameters().values())
 
     def logprobs(self, data: Sequence[Datum]) -> list[npt.NDArray[np.float32]]:
@@ -82,7 +82,7 @@ class PeftTwin:
         """Return the adapter's tensors, named as a trainer's."""
         return {
             name.replace(".default", "").removeprefix("base_model.model."): parameter
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }
 
@@ -101,7 +101,7 @@ class PeftTwin:
 
     def _logprobs(self, datum: Datum) -> Tensor:
         tokens = torch.tensor(datum.tokens[None].astype(np.int64))
-        logits = self._model(input_ids=tokens).logits[0]
+        logits = self.model(input_ids=tokens).logits[0]
         targets = torch.tensor(datum.inputs["target_tokens"])
         return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0]
 

@@ -53,6 +53,9 @@ class OneHead:
     def pending(self, _placement: Placement) -> Pending:
         return Pending("active", "no reason")
 
+    def state_of(self, _model: ServedModel) -> str | None:
+        return None
+
     def shared_heads(self) -> list[HeadEndpoint]:
         return [self.endpoint] if self.endpoint is not None else []
 

@@ -270,3 +270,8 @@ def _fail(error: type[Exception], *_: object) -> None:
 
 def _die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def actors_of(group: Any) -> Any:
+    """Return the Ray actors of a group of ranks, by rank."""
+    return group._ranks

@@ -25,5 +25,10 @@ class SdkClients:
         """Close all clients."""
         for client in self.made:
             # The public property would create a session for a closed client.
-            if client._session_holder is not None:
-                client._session_holder.close()
+            if (holder := client._session_holder) is not None:
+                holder.close()
+
+
+def sampling_session_of(client: tinker.SamplingClient) -> str:
+    """Return the id of a sampling session, which the SDK does not publish."""
+    return str(client._sampling_session_id)

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from tinkercloud_worker.engine.trainer import (
 )
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.training.adam import AdamTrainer
+from tinkercloud_worker.training.paging import Models
 
 
 def run(
@@ -105,3 +108,13 @@ def assert_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], *, at
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         torch.testing.assert_close(ours[name], expected, atol=atol, rtol=0, msg=name)
+
+
+def held_models(trainer: AdamTrainer) -> Models:
+    """Return the models of a trainer, with their vectors, to change or to compare them."""
+    return trainer._models
+
+
+def base_of(trainer: Any) -> Any:
+    """Return the base model of a trainer: a TorchBaseModel, or a megatron one."""
+    return trainer._base

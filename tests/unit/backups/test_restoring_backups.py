@@ -19,7 +19,7 @@ from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest
 from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_api.commands.backup_commands import app
-from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
+from tinkercloud_api.commands.common.progress import CopyProgress
 from tinkercloud_api.config import pending_restore, state_folder
 from tinkercloud_api.config.pending_restore import Restore
 from tinkercloud_api.config.settings import Settings
@@ -467,7 +467,7 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
 def test_progress_without_a_terminal_is_lines_in_binary_units(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_api.commands.copy_progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
     progress = CopyProgress("copied", 3 << 20)
     progress(1 << 20)
     progress(1 << 20)
@@ -477,10 +477,4 @@ def test_progress_without_a_terminal_is_lines_in_binary_units(
         "copied 1.0 MiB of 3.0 MiB",
         "copied 2.0 MiB of 3.0 MiB",
         "copied 2.0 MiB of 2.0 MiB",
-    ]
-    assert [binary_size(size) for size in (0, 1023, 1536, 5 << 40)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1.5 KiB",
-        "5.0 TiB",
     ]

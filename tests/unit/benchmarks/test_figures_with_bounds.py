@@ -155,7 +155,7 @@ def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
 def test_a_server_passes_if_whole_model_base_and_adapter_are_correct(
     benchmarks: Modules, a_proof: Callable[..., Any], version: str, value: float
 ) -> None:
-    whole = benchmarks("gpu.sglang")._whole
+    whole = benchmarks("gpu.sglang").whole
     sender = Sender("request")
 
     right = whole(a_proof({}), "S8", "in requests", sender, "request")
@@ -166,15 +166,15 @@ def test_a_server_passes_if_whole_model_base_and_adapter_are_correct(
     assert wrong.verdict == "below"
 
 
-@pytest.mark.parametrize("asked", ["request", "file", "group", "shared_memory"])
+@pytest.mark.parametrize("asked", ["request", "file", "group"])
 def test_a_whole_model_transferred_another_way_fails_the_measurement(
     benchmarks: Modules, a_proof: Callable[..., Any], asked: Way
 ) -> None:
-    sglang = benchmarks("gpu.sglang")
+    carried = benchmarks("gpu.sglang").carried
     another: Way = "request" if asked == "file" else "file"
 
-    there = sglang._carried(a_proof({}), "S13", "so", Sender(asked), asked)
-    elsewhere = sglang._carried(a_proof({}), "S13", "so", Sender(another), asked)
+    there = carried(a_proof({}), "S13", "so", Sender(asked), asked)
+    elsewhere = carried(a_proof({}), "S13", "so", Sender(another), asked)
 
     assert there.verdict == "strong"
     assert elsewhere.value == math.inf
@@ -190,7 +190,7 @@ def test_an_adapter_transferred_another_way_fails_the_measurement(
     def verdicts(sampler: Sender, reader: Sender) -> list[str]:
         proof = a_proof({}, sampler=sampler, reader=reader)
         proof.loads = proof.publish("base", "one", "two")
-        return [sglang._alone(proof).verdict, sglang._from_files(proof).verdict]
+        return [sglang.alone(proof).verdict, sglang.from_files(proof).verdict]
 
     assert verdicts(sent, read) == ["strong", "pass"]
     assert verdicts(read, sent) == ["below", "below"]

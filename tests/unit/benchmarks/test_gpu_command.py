@@ -22,7 +22,7 @@ MEGATRON = {*(f"M{number}" for number in range(1, 9)), "G1m", "G2m"}
 MEMORY = {"G6", *(f"P{number}" for number in range(1, 11))}
 IMAGES = {"N8"}
 NEED_PEFT = {"G4", "G5"}
-SERVED = {f"S{number}" for number in range(1, 31)}
+SERVED = {f"S{number}" for number in range(1, 31) if number not in {15, 24, 28}}
 """Figures that need an external server."""
 EVERY_FIGURE = {
     *("N1", "N2", "N3", "N4", "N5", "N6", "N7", "N8"),

@@ -15,7 +15,9 @@ from sqlalchemy import Connection
 
 from tinkercloud_api.access import auth
 from tinkercloud_api.access.access_tokens import AccessTokens
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
+from tinkercloud_api.access.roles import Role
+from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema import connection
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
@@ -282,7 +284,7 @@ async def configure_key(catalog: Catalog, key: str, tmp_path: Path) -> list[Mapp
     """Configure a bootstrap key and return the log events."""
     with structlog.testing.capture_logs() as logged:
         settings = Settings(state_dir=tmp_path, bootstrap_key=SecretStr(key))
-        await register_bootstrap_key(catalog, settings)
+        await register_bootstrap_key(catalog, AuditLog(catalog._engine), settings)
     return list(logged)
 
 

@@ -13,7 +13,8 @@ from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
 from sqlalchemy import update
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin.catalog_rebuild import Rebuilt, has_checkpoints, rebuild
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
@@ -34,6 +35,7 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.catalogs import writing
 from tinkercloud_testing.ports import free_port
 
 ME = Principal(1, "key", "me", Role.USER)
@@ -88,7 +90,7 @@ class World:
 
     async def age(self, name: str, by: timedelta) -> None:
         """Move the time of a save request into the past."""
-        async with self.catalog._writing() as session:
+        async with writing(self.catalog) as session:
             change = update(Checkpoint).where(Checkpoint.name == name)
             await session.execute(change.values(asked_at=datetime.now(UTC) - by))
 
@@ -279,15 +281,14 @@ async def test_an_interrupted_deletion_is_completed_by_housekeeping(
     world: World, monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     await world.save("a")
-    objects = world.checkpoints._objects
-    do = getattr(objects, last)
+    do = getattr(ObjectStoreClient, last)
 
-    async def die_after(where: str) -> None:
-        await do(where)
+    async def die_after(objects: ObjectStoreClient, where: str) -> None:
+        await do(objects, where)
         raise Died
 
     with monkeypatch.context() as dying:
-        dying.setattr(objects, last, die_after)
+        dying.setattr(ObjectStoreClient, last, die_after)
         with pytest.raises(Died):
             await world.checkpoints.delete(path("a"), ME)
     assert await world.names() == set()
@@ -412,16 +413,16 @@ async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_aga
 ) -> None:
     await world.catalog.record_pending_checkpoint(path("a"), "me")
     await world.put(a_manifest(path("a")))
-    read = world.checkpoints._objects.read
+    read = ObjectStoreClient.read
 
-    async def read_and_delete(key: str) -> bytes | None:
-        content = await read(key)
+    async def read_and_delete(objects: ObjectStoreClient, key: str) -> bytes | None:
+        content = await read(objects, key)
         with monkeypatch.context() as undone:
-            undone.setattr(world.checkpoints._objects, "read", read)
+            undone.setattr(ObjectStoreClient, "read", read)
             await world.checkpoints.delete(path("a"), ME)
         return content
 
-    monkeypatch.setattr(world.checkpoints._objects, "read", read_and_delete)
+    monkeypatch.setattr(ObjectStoreClient, "read", read_and_delete)
     assert await world.names() == set()
     monkeypatch.undo()
 
@@ -431,18 +432,18 @@ async def test_a_checkpoint_deleted_while_its_manifest_is_read_is_not_listed_aga
 @pytest.fixture
 def looked_at(world: World, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Keys that were read, in order; no more than 16 are read at a time."""
-    read, keys, reading = world.checkpoints._objects.read, list[str](), set[str]()
+    read, keys, reading = ObjectStoreClient.read, list[str](), set[str]()
 
-    async def counted(key: str) -> bytes | None:
+    async def counted(objects: ObjectStoreClient, key: str) -> bytes | None:
         keys.append(key)
         reading.add(key)
         assert len(reading) <= 16
         try:
-            return await read(key)
+            return await read(objects, key)
         finally:
             reading.discard(key)
 
-    monkeypatch.setattr(world.checkpoints._objects, "read", counted)
+    monkeypatch.setattr(ObjectStoreClient, "read", counted)
     return keys
 
 

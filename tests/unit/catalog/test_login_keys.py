@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from tinkercloud_api.access.auth import Role
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.user_rows import MAX_LOGIN_KEYS, Login
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import ApiKey, now

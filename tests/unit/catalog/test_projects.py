@@ -8,7 +8,9 @@ import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.access.access_tokens import AccessTokens
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
+from tinkercloud_api.access.effects import READS, WORKS
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.project_rows import Claim
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
@@ -331,14 +333,14 @@ async def test_a_disabled_owner_a_removed_member_and_a_revoked_key_are_refused_b
     found = Claim("ann", "p")
 
     for replica in replicas:
-        bob = (await replica.principal(key)).requesting("POST", "/api/v1/optim_step")
+        bob = (await replica.principal(key)).requesting("POST", "/api/v1/optim_step", WORKS)
         assert bob.role is Role.USER
         with pytest.raises(Forbidden, match="is a viewer"):
             bob.require(found, "run")
         assert bob.require_read(found, "run") is found
     await catalog.remove_member("p", "bob")
     for replica in replicas:
-        bob = (await replica.principal(key)).requesting("GET", "/api/v1/sessions")
+        bob = (await replica.principal(key)).requesting("GET", "/api/v1/sessions", READS)
         with pytest.raises(NotFound):
             bob.require(found, "run")
     await catalog.set_member("p", "bob", "viewer")

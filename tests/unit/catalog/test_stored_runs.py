@@ -13,8 +13,9 @@ import pytest
 from obstore.store import ObjectStore
 from sqlalchemy import update
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
@@ -36,6 +37,7 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
+from tinkercloud_testing.catalogs import writing
 from tinkercloud_testing.providers import OneHead
 
 ME = Principal(1, "key", "me", Role.USER)
@@ -103,6 +105,13 @@ class World:
         request = CopyWeightsRequest(source_path=str(SOURCE))
         return await self.copies.copy(request, key, ME, ME)
 
+    async def copy_to(self, run: str) -> str:
+        """Copy to a run of a known id, as a repeated request does."""
+        manifest = await self.checkpoints.manifest(SOURCE, ME)
+        return await self.copies._copy(
+            manifest, CopyWeightsRequest(source_path=str(SOURCE)), run, "me"
+        )
+
     async def paths(self) -> set[str]:
         infos, _ = await self.checkpoints.page(Visibility("me"), Page(0, 100))
         return {info.tinker_path for info in infos}
@@ -114,7 +123,7 @@ class World:
 
     async def expire(self) -> None:
         """Move the expiry of all uploads into the past."""
-        async with self.catalog._writing() as db:
+        async with writing(self.catalog) as db:
             await db.execute(update(Upload).values(expires_at=datetime.now(UTC) - timedelta(1)))
 
 
@@ -188,20 +197,10 @@ async def test_a_copy_whose_process_died_is_swept_or_repeated(
     for key in ("swept", "repeated"):
         monkeypatch.setattr(StoredRuns, "complete", die)
         with pytest.raises(SystemExit):
-            await world.copies._copy(
-                await world.checkpoints.manifest(SOURCE, ME),
-                CopyWeightsRequest(source_path=str(SOURCE)),
-                f"{key}:train:0",
-                "me",
-            )
+            await world.copy_to(f"{key}:train:0")
         monkeypatch.undo()
     assert await world.paths() == {str(SOURCE)}
-    repeated = await world.copies._copy(
-        await world.checkpoints.manifest(SOURCE, ME),
-        CopyWeightsRequest(source_path=str(SOURCE)),
-        "repeated:train:0",
-        "me",
-    )
+    repeated = await world.copy_to("repeated:train:0")
     await world.expire()
     await world.stored_runs.sweep()
 

@@ -12,6 +12,7 @@ from tinkercloud_api.catalog.backup import BackupError, back_up
 from tinkercloud_api.catalog.schema.connection import (
     CatalogUnreachableError,
     migrate,
+    newest_revision,
     open_database,
 )
 from tinkercloud_api.catalog.store import Catalog
@@ -58,8 +59,9 @@ async def test_a_catalog_of_a_newer_release_is_refused_unchanged(database_url: s
     await at_revision(database_url, "9.0.0_quotas")
 
     assert (await refusal(database_url)).endswith(
-        f"has revision 9.0.0_quotas, and release {this_release()} reads revisions up to 0.1.0; use"
-        " release 9.0.0 or newer, or restore a backup from before the upgrade"
+        f"has revision 9.0.0_quotas, and release {this_release()} reads revisions up to"
+        f" {newest_revision()}; use release 9.0.0 or newer, or restore a backup from before the"
+        " upgrade"
     )
 
 

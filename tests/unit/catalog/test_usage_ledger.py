@@ -14,6 +14,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageLedger, UsageQuery, UsageTotal
 from tinkercloud_api.config import api_metrics
 from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_testing.metrics import metric_value
 
 ALL = Page(0, 1000)
 MODELS = ("", "s:train:0", "s:train:1")
@@ -133,7 +134,7 @@ def test_replicas_that_record_the_same_report_at_the_same_time_count_it_once(
 
     (row,) = runner.run(totals(ledger, "model", owner))
     assert row.amounts["trained_tokens"] == 10
-    assert api_metrics.USAGE_TOKENS.labels(owner, "trained")._value.get() == 10
+    assert metric_value(api_metrics.USAGE_TOKENS.labels(owner, "trained")) == 10
     runner.run(engine.dispose())
 
 

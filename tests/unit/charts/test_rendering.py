@@ -110,6 +110,12 @@ def test_the_key_that_the_chart_makes_is_random_and_one_the_sdk_accepts() -> Non
     assert keys[0] != keys[1]
 
 
+PROXIES = {
+    "production": ["10.0.0.0/8", "fd00::/8"],
+    "ingress-nginx": ["10.0.0.0/8"],
+    "traefik": ["10.0.0.0/8"],
+}
+"""Proxies that the values trust, by name of the file."""
 FROM_SECRETS = {
     "TINKERCLOUD_BOOTSTRAP_KEY": "tml-a-random-key-from-elsewhere",
     "TINKERCLOUD_DOWNLOADS__SIGNING_KEY": "a-random-signing-key-0123456789-from-elsewhere",
@@ -142,7 +148,7 @@ def test_the_api_server_knows_every_setting_it_gets(
 
     assert settings.provider == "kubernetes"
     named = [str(network) for network in settings.trusted_proxies]
-    assert named == (["10.0.0.0/8", "fd00::/8"] if case.stem == "production" else [])
+    assert named == PROXIES.get(case.stem, [])
     assert {name.removeprefix("TINKERCLOUD_").split("__")[0].lower() for name in given} <= set(
         ApiSettings.model_fields
     )

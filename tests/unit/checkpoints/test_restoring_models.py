@@ -7,6 +7,8 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_testing.trainers import held_models
+from tinkercloud_worker.training.adam import AdamTrainer
 
 
 async def test_a_model_that_does_not_match_its_checkpoint_uses_no_memory(tmp_path: Path) -> None:
@@ -24,4 +26,6 @@ async def test_a_model_that_does_not_match_its_checkpoint_uses_no_memory(tmp_pat
 
         assert failed is not None
         assert b'"category":"user"' in failed.body
-        assert list(head.backend.trainer._models) == [str(MODEL)]  # type: ignore[attr-defined]
+        trainer = head.backend.trainer
+        assert isinstance(trainer, AdamTrainer)
+        assert list(held_models(trainer)) == [str(MODEL)]

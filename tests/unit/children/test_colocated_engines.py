@@ -133,20 +133,6 @@ def test_engines_release_memory_and_probes_do_not_sample() -> None:
     assert support_objects.head_config(build).sampler.inference.colocated
 
 
-@pytest.mark.parametrize("memory", ["cpu", "cuda"])
-def test_engines_get_whole_models_through_shared_memory_if_the_base_model_sets_it(
-    memory: str,
-) -> None:
-    in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": memory}}
-    build = a_build_with(in_one_pod, trainer=TRAINERS | {"replicas": 1})
-
-    assert support_objects.head_config(build).sampler.inference.shared_memory == memory
-    shared = {"/dev/shm", "/tmp", "/scratch"}  # noqa: S108 - mounts of volumes
-    for container in pods(build)[0]["containers"]:
-        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert {mounts[path] for path in shared} == {"shared-memory", "tmp", "scratch"}
-
-
 def test_engines_outlive_the_head_while_it_saves() -> None:
     for pod in pods(a_build(OFFERED)):
         worker, *engines = pod["containers"]
@@ -303,15 +289,6 @@ def test_a_sampling_session_has_engines_in_pods_of_their_own() -> None:
     assert not inference.colocated
     assert inference.urls[0] == "http://sampler-0.one-samplers:30000"
     assert build.resolved.gpus == 4 * 2
-
-
-def test_engines_of_a_sampling_session_use_no_shared_memory() -> None:
-    in_one_pod = {"replicas": 2, "engines": COLOCATED["engines"] | {"sharedMemory": "cuda"}}
-    offered = a_base_model(trainer=TRAINERS | {"replicas": 1}, sampler=COLOCATED | in_one_pod)
-
-    inference = support_objects.head_config(a_build(offered, SAMPLER)).sampler.inference
-
-    assert inference.shared_memory is None
 
 
 def test_a_head_with_colocated_engines_loads_no_model() -> None:

@@ -120,6 +120,7 @@ def test_an_engine_gets_the_options_of_its_base_model() -> None:
         "--max-loras-per-batch": "3",
         "--lora-drain-wait-threshold": "5",
         "--moe-runner-backend": "triton",
+        "--grammar-backend": "llguidance",
     }
     assert {"--enable-lora", "--enable-deterministic-inference"} <= set(engine_of(build)["args"])
     original = {"name": "SGLANG_RETURN_ORIGINAL_LOGPROB", "value": "1"}

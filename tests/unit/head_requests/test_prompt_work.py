@@ -51,13 +51,14 @@ async def test_six_prompts_of_seven_megabytes_are_refused_without_keeping_their_
         text = head.backend.text
         assert text is not None
         encoded: list[int] = []
-        encode = text._tokenizer.encode
+        tokenizer = text._tokenizer
+        encode = tokenizer.encode
 
         def watched(text: str, **options: Any) -> Any:
             encoded.append(len(text))
             return encode(text, **options)
 
-        monkeypatch.setattr(text._tokenizer, "encode", watched)
+        monkeypatch.setattr(tokenizer, "encode", watched)
         flood = [
             asyncio.create_task(head.send(path, a_chat(LONG), HERS))
             for path in (routes.OPENAI_CHAT, routes.ANTHROPIC_MESSAGES) * 3

@@ -37,7 +37,7 @@ async def test_a_request_that_waits_for_its_turn_says_how_much_runs_before_it(
 ) -> None:
     limits = Limits(owner_weights={"bob": 2})
     with a_head(tmp_path.as_uri(), tmp_path, "g1", limits=limits) as head:
-        service, thread = head.service, head.service._backend.thread
+        service, thread = head.service, head.backend.thread
         models = [await a_model(service, "eve", index) for index in range(3)]
         models.append(await a_model(service, "bob", 0))
         is_held, may_end = threading.Event(), threading.Event()

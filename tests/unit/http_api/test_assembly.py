@@ -15,6 +15,7 @@ import pytest
 
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.catalog.usage.stored_days import StoredDays
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.activity import Activity
@@ -47,6 +48,7 @@ HOUSEKEEPING: list[tuple[type, str]] = [
     (HeadLocator, "report_lost"),
     (DeletedRuns, "release_leftovers"),
     (Auditing, "forget"),
+    (StoredDays, "measure"),
 ]
 CARE_FOR_HEADS: list[tuple[type, str]] = [
     (SharedHeads, "suspend_inactive"),

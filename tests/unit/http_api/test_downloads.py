@@ -15,7 +15,8 @@ import obstore
 import pytest
 from pydantic import SecretStr
 
-from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.access.auth import hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
 from tinkercloud_api.serve.api_app import Application

@@ -20,7 +20,7 @@ KEY = "tml-a-valid-key-of-these-tests"
 @pytest.fixture
 async def client(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with running_context(Settings(state_dir=tmp_path, bootstrap_key=KEY), OneHead()) as known:
-        api = FastAPI()
+        api = FastAPI(openapi_url=None)
         api.include_router(health.router)
         error_handlers.install(api)
         api.state.context = known

@@ -12,7 +12,7 @@ from joserfc.errors import BadSignatureError
 from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
-from tinkercloud_api.access.auth import Role
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.config.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.login import openid_login

@@ -51,7 +51,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Context]:
 
 @pytest.fixture
 async def client(server: Context) -> AsyncIterator[httpx.AsyncClient]:
-    api = FastAPI()
+    api = FastAPI(openapi_url=None)
     api.include_router(run_routes.router)
     error_handlers.install(api)
     api.state.context = server

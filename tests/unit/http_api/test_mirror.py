@@ -54,7 +54,7 @@ async def endpoint(folder: Path, tmp_path: Path) -> AsyncIterator[str]:
     settings = Settings(state_dir=tmp_path / "state", bootstrap_key="tml-a-key-of-these-tests")
     (tmp_path / "state").mkdir()
     async with running_context(settings, _Provider(folder)) as known:
-        api = FastAPI()
+        api = FastAPI(openapi_url=None)
         api.include_router(hub_mirror.router)
         error_handlers.install(api)
         api.state.context = known

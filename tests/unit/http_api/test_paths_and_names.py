@@ -69,6 +69,8 @@ async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClien
         ("GET", "/login", "TINKERCLOUD_OIDC"),
         ("GET", "/metrics", "TINKERCLOUD_METRICS_PORT"),
         ("GET", "/docs", "/openapi.json"),
+        ("GET", "/", "TINKER_BASE_URL"),
+        ("GET", "/v1/api/v1/get_server_capabilities", "the server's address without a path"),
     ):
         answer = await client.request(method, path)
 

@@ -7,30 +7,24 @@ import pytest
 from fastapi import APIRouter
 from starlette.testclient import TestClient
 
-from tinkercloud_api.access import mutations
-from tinkercloud_api.access.mutations import audited_event, is_mutation
+from tinkercloud_api.access.effects import (
+    READS,
+    UNKNOWN,
+    WORKS,
+    Effect,
+    changes,
+    declares,
+)
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_api.serve.route_table import (
     Authentication,
-    Row,
+    Effects,
     UndeclaredRouteError,
     authentication_of,
     table,
 )
 from tinkercloud_testing.providers import OneHead
-
-UNAUDITED = {
-    # They ask for something that the caller may see.
-    *("retrieve_future", "retrieve_future/{request_id}", "get_info"),
-    *("weights_info", "checkpoints/search", "sessions/search", "auth/token", "telemetry"),
-    *("client/config", "client/dynamic_config"),
-    # They are too many; the ledger of usage counts what they compute.
-    *("forward_backward", "forward", "optim_step", "asample", "sample", "cancel_future"),
-    *("session_heartbeat", "cleanup_futures", "join_sampling_session"),
-    "programs/{program_id}/progress",
-}
-"""Paths below /api/v1/ whose methods other than GET are not in the audit log."""
 
 
 @pytest.fixture
@@ -83,23 +77,50 @@ def test_routes_that_the_table_says_need_a_key_reject_callers_without_one(
     assert {route: status for route, status in answers.items() if status != 401} == {}
 
 
-def changes(row: Row) -> bool:
-    """Return whether a route is below /api/v1/ and not a GET."""
-    return row.method not in {"GET", "HEAD"} and row.path.startswith("/api/v1/")
+def test_a_route_that_does_not_declare_what_its_requests_do_stops_the_server() -> None:
+    router = APIRouter()
+
+    @router.put("/api/v1/rename")
+    async def rename() -> str:
+        return ""
+
+    with pytest.raises(UndeclaredRouteError, match=r"PUT /api/v1/rename: .* not declared"):
+        table(router.routes)
+    declares(changes("thing_rename"))(rename)
+    (row,) = [row for row in table(router.routes) if row.path == "/api/v1/rename"]
+    assert row.effect.event == "thing_rename"
 
 
-def test_every_route_that_changes_something_has_an_event_of_its_own(app: Application) -> None:
-    rows = [row for row in app.route_table if changes(row)]
+def test_a_request_has_the_effect_that_its_route_declares(app: Application) -> None:
+    effects, sent = Effects(app.route_table), 0
 
-    assert {row.path.removeprefix("/api/v1/") for row in rows if not row.event} == UNAUDITED
-    assert [row for row in rows if row.event == "unknown_request"] == []
+    for row in app.route_table:
+        if row.authentication is Authentication.KEY:
+            path = re.sub(r"\{[^}]+\}", "a~b", row.path)
+            assert effects.of(row.method, path) == row.effect, row
+            sent += row.effect.is_mutation
+    assert sent > 40
 
 
-def test_the_rules_about_mutations_name_only_routes_that_exist(app: Application) -> None:
-    rows, paths = app.route_table, {row.path for row in app.route_table}
-    events = {event for _, _, event in mutations._EVENTS}
-
-    assert events == {row.event for row in rows if row.event}
-    assert paths >= mutations._READS | mutations._WORK
-    assert not is_mutation("POST", "/api/v1/get_info")
-    assert audited_event("POST", "/api/v1/a_call_of_next_year") == "unknown_request"
+@pytest.mark.parametrize(
+    ("method", "path", "effect"),
+    [
+        ("DELETE", "/api/v1/training_runs/r/checkpoints/weights/x", changes("checkpoint_delete")),
+        (
+            *("DELETE", "/api/v1/training_runs/r/checkpoints/weights/x/publish"),
+            changes("checkpoint_unpublish"),
+        ),
+        ("PUT", "/uploads/x/y", changes("checkpoint_import")),
+        ("POST", "/api/v1/a_call_of_next_year", UNKNOWN),
+        ("DELETE", "/api/v1/create_model", UNKNOWN),
+        ("PUT", "/api/v1/optim_step", WORKS),
+        ("PUT", "/api/v1/get_info", READS),
+        ("HEAD", "/api/v1/nothing", READS),
+        ("POST", "/oai/api/v1/nothing", WORKS),
+        ("PUT", "/oai/sessions/x", WORKS),
+    ],
+)
+def test_requests_that_fit_several_routes_or_none(
+    app: Application, method: str, path: str, effect: Effect
+) -> None:
+    assert Effects(app.route_table).of(method, path) == effect

@@ -7,20 +7,22 @@ import pytest
 
 from tinkercloud_api.routes.models import hub_mirror
 
+revision_of = hub_mirror._commit
+
 
 def test_the_revision_depends_on_the_content(tmp_path: Path) -> None:
     file = tmp_path / "tokenizer.json"
     file.write_text("{}")
-    first = hub_mirror._commit([file])
+    first = revision_of([file])
 
     file.write_text("[]")
     os.utime(file, ns=(1, 1))
-    second = hub_mirror._commit([file])
+    second = revision_of([file])
     file.write_text("{}")
     os.utime(file, ns=(2, 2))
 
     assert first != second
-    assert hub_mirror._commit([file]) == first
+    assert revision_of([file]) == first
 
 
 def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,6 @@ def test_unchanged_files_are_read_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "read_bytes", counted)
 
-    revisions = {hub_mirror._commit(files) for _ in range(10)}
+    revisions = {revision_of(files) for _ in range(10)}
 
     assert (len(revisions), read) == (1, files)

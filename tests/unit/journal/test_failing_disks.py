@@ -17,6 +17,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, Dur
 from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_testing.bare_heads import MODEL, a_head, described, train, until
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots
@@ -69,7 +70,7 @@ def full_journals() -> Iterator[None]:
 
 
 def num_failed_snapshots() -> float:
-    return float(metrics.SNAPSHOT_FAILURES._value.get())
+    return metric_value(metrics.SNAPSHOT_FAILURES)
 
 
 async def test_after_a_read_only_disk_a_run_is_durable_again_and_survives_a_kill(

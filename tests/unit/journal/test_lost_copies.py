@@ -10,6 +10,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.bare_heads import Head, a_head, described, train, until
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState
 
@@ -46,10 +47,10 @@ async def test_a_run_trains_on_without_a_snapshot_whose_copy_was_lost_and_takes_
     with a_head(root, tmp_path, "g1", journals=journals, durability=config) as head:
         await head.begin()
         lose_the_first(monkeypatch, head, "begin_export")
-        failures, taken = metrics.SNAPSHOT_FAILURES._value.get(), metrics.SNAPSHOTS._value.get()
+        failures, taken = metric_value(metrics.SNAPSHOT_FAILURES), metric_value(metrics.SNAPSHOTS)
         losses = await train(head, 1, 4)
-        await until(lambda: metrics.SNAPSHOTS._value.get() > taken)
-        assert metrics.SNAPSHOT_FAILURES._value.get() == failures + 1
+        await until(lambda: metric_value(metrics.SNAPSHOTS) > taken)
+        assert metric_value(metrics.SNAPSHOT_FAILURES) == failures + 1
         assert described(head).is_durable
 
     with a_head(root, tmp_path, "g2", journals=journals) as head:

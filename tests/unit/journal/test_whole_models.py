@@ -23,6 +23,7 @@ from tinkercloud_testing.bare_heads import (
     train,
     until,
 )
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.checkpoints.tensor_file import Growing
@@ -149,7 +150,7 @@ async def test_a_deleted_model_is_not_written_to_its_end(
         head.add(3)
         head.apply(4)
         await head.answer(3)
-        failures = metrics.SNAPSHOT_FAILURES._value.get()
+        failures = metric_value(metrics.SNAPSHOT_FAILURES)
 
         deletion = asyncio.create_task(head.service.delete_model(MODEL))
         await until(lambda: not head.service.held())
@@ -158,7 +159,7 @@ async def test_a_deleted_model_is_not_written_to_its_end(
 
         assert len(parts) == 1
         assert not [path for path in journals.rglob("*") if path.is_file()]
-        assert metrics.SNAPSHOT_FAILURES._value.get() == failures
+        assert metric_value(metrics.SNAPSHOT_FAILURES) == failures
 
 
 async def a_run_without_room(head: Head, last: int) -> str:
@@ -216,12 +217,12 @@ async def test_attempts_without_room_end_once_the_journal_is_full_and_come_ever_
     config = NEVER.model_copy(update={"max_journal_bytes": 500})
     with a_head(root, tmp_path, "g", journals=journals, durability=config, spec=WHOLE) as head:
         full_disk(monkeypatch)
-        failures = metrics.SNAPSHOT_FAILURES._value.get()
+        failures = metric_value(metrics.SNAPSHOT_FAILURES)
         await a_run_without_room(head, 40)
         await until(lambda: "max_journal_bytes is 500" in str(described(head).degraded))
         assert "no room for a snapshot" in str(described(head).degraded)
         # Not one for each of the 40 requests.
-        assert metrics.SNAPSHOT_FAILURES._value.get() - failures < 20
+        assert metric_value(metrics.SNAPSHOT_FAILURES) - failures < 20
         await until(lambda: not list(journals.rglob("*.log")))
 
 

@@ -76,7 +76,8 @@ def test_a_complete_list_ends_the_memory_of_deletions_before_it(objects: Objects
 
     objects.replace([], version=9)
 
-    assert objects._tombstones == {"b": 12}
+    assert objects.note(stored(11, "b", "b")) is None
+    assert objects.note(stored(8)) == Change("a", None, "first@8")
 
 
 def test_an_object_that_is_not_kept_is_left_out() -> None:

@@ -34,12 +34,13 @@ async def test_a_loss_that_waits_for_another_one_of_its_owner_occupies_no_thread
         await head.begin()
         await head.answer(0)
         losses = head.backend.losses
+        owners = losses._owners
         # As if a loss of this owner were being computed.
-        losses._owners.running.add(head.spec.owner)
+        owners.running.add(head.spec.owner)
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         try:
             send_custom(head)
-            await until(lambda: bool(losses._owners.lines))
+            await until(lambda: bool(owners.lines))
 
             assert await asyncio.wait_for(asyncio.to_thread(int), timeout=60) == 0
         finally:

@@ -55,6 +55,12 @@ def a_service(connection: Connection) -> Json:
     return connection.api.put(SERVICE, {}, labels={labels.SESSION_LABEL: "one"})
 
 
+async def write_status(controller: Controller, connection: Connection) -> None:
+    """Write an unchanged status, as a reconciliation does."""
+    uid = connection.api.objects[f"{SESSIONS}/one"]["metadata"]["uid"]
+    await controller._executor.write_status("TrainingSession", "one", uid, {})
+
+
 def test_the_initial_list_of_a_watch_triggers_no_resync(controller: Controller) -> None:
     assert not controller.needs_resync.is_set()
 
@@ -84,7 +90,7 @@ async def test_a_missed_deletion_is_found_after_a_watch_restarts(
     controller: Controller, connection: Connection
 ) -> None:
     resyncing = asyncio.create_task(term.resync(controller, asyncio.Event(), SETTINGS))
-    await controller._is_complete.wait()
+    assert await reached(lambda: controller.unready() is None)
     controller.queue.done(await controller.queue.take())
 
     del connection.api.objects[SERVICE]
@@ -116,7 +122,7 @@ async def test_installing_kuberay_restarts_the_watches(
     connection.api.has_kuberay = False
     stop = asyncio.Event()
     resyncing = asyncio.create_task(term.resync(controller, stop, SETTINGS))
-    await controller._is_complete.wait()
+    assert await reached(lambda: controller.unready() is None)
     assert not controller.has_kuberay
 
     connection.api.has_kuberay = True
@@ -134,12 +140,10 @@ async def test_installing_kuberay_restarts_the_watches(
 async def test_a_change_that_the_response_to_an_own_write_shows_first_is_reconciled(
     controller: Controller, connection: Connection, changed: dict[str, Any]
 ) -> None:
-    observed = await controller._observe("one")
-    assert observed is not None
     controller.queue.done(await controller.queue.take())
     event = connection.api.put(f"{SESSIONS}/one", {}, **changed)
 
-    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
+    await write_status(controller, connection)
     controller.on_event("TrainingSession", "MODIFIED", event)
 
     assert len(controller.queue) == 1
@@ -195,11 +199,9 @@ def test_the_order_of_starts_follows_the_setting(connection: Connection, heads: 
 async def test_an_own_write_alone_causes_no_reconciliation(
     controller: Controller, connection: Connection
 ) -> None:
-    observed = await controller._observe("one")
-    assert observed is not None
     controller.queue.done(await controller.queue.take())
 
-    await controller._executor.write_status("TrainingSession", "one", observed.session.uid, {})
+    await write_status(controller, connection)
 
     assert len(controller.queue) == 0
 
@@ -211,7 +213,7 @@ async def test_a_duplicate_base_model_becomes_active_when_the_older_one_is_delet
     younger = connection.api.put(f"{BASE_MODELS}/b", a_base_model_manifest("b"))
     for offered in (older, younger):
         controller.on_event("BaseModel", "ADDED", offered)
-    controller._is_complete.set()
+    await controller.resync()
     working = asyncio.create_task(controller.work_on_base_models())
     assert await reached(lambda: reason_of(connection, "b") == "Duplicate")
 

@@ -20,6 +20,7 @@ from tinkercloud_operator.run.cluster.served_definitions import ServedDefinition
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed
 
 SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/one"
@@ -278,12 +279,11 @@ async def test_a_rejection_posts_an_event(operator: Operator) -> None:
 async def test_a_restart_of_a_head_is_counted_when_the_status_is_written(
     operator: Operator,
 ) -> None:
-    counted = metrics.RESTARTS._value
-    before = counted.get()
+    before = metric_value(metrics.RESTARTS)
     head = a_pod("head", restarts=1)
     seen = observed(pods=(head,), status=a_status(incarnation="uid-of-head-0"))
 
     await operator.executor.execute(seen, reconcile(seen, Settings()))
 
     assert operator.api.objects[SESSION]["status"]["restarts"] == 1
-    assert counted.get() == before + 1
+    assert metric_value(metrics.RESTARTS) == before + 1

@@ -8,6 +8,7 @@ import pytest
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run.gauges import count_sessions
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_testing.sessions import NOON, Json, a_session_manifest
 
 
@@ -50,7 +51,7 @@ def test_the_longest_wait_of_each_phase_is_exported() -> None:
 
     assert exported(metrics.OLDEST_SECONDS) == {"Loading": 50 * 60, "Ready": 900 * 60}
     assert exported(metrics.SESSIONS) == {"Loading": 2, "Ready": 1}
-    assert metrics.SESSION_GPUS._value.get() == 6
+    assert metric_value(metrics.SESSION_GPUS) == 6
 
 
 def test_a_session_without_a_status_waits_since_its_creation() -> None:
@@ -77,4 +78,4 @@ def test_a_phase_without_sessions_is_not_exported() -> None:
     count_sessions([], NOON)
 
     assert exported(metrics.OLDEST_SECONDS) == {}
-    assert metrics.SESSION_GPUS._value.get() == 0
+    assert metric_value(metrics.SESSION_GPUS) == 0

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
+from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
 
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import NotLeading
@@ -43,12 +44,17 @@ def holder(api: MemoryApi) -> str | None:
     return found
 
 
+def lease_of(leadership: Leadership) -> LeaseLock:
+    """Return the Lease as the election sees it."""
+    return leadership._lock
+
+
 async def renew(leadership: Leadership) -> bool:
     """Acquire or renew the Lease, as the election does."""
-    await leadership._lock.get(NAME, NAMESPACE)
+    await lease_of(leadership).get(NAME, NAMESPACE)
     now = "2026-01-01 12:00:00.0"
     to_annotation = LeaderElectionRecord("me", "15", now, now)
-    return await leadership._lock.update(NAME, NAMESPACE, to_annotation)
+    return await lease_of(leadership).update(NAME, NAMESPACE, to_annotation)
 
 
 def test_a_replica_that_never_held_the_lease_may_not_act(leadership: Leadership) -> None:
@@ -75,20 +81,20 @@ async def test_a_lease_held_by_another_replica_ends_the_right_to_act(
     await renew(leadership)
 
     hold(connection.api, "another")
-    await leadership._lock.get(NAME, NAMESPACE)
+    await lease_of(leadership).get(NAME, NAMESPACE)
 
     assert not leadership.may_act()
 
 
 async def test_an_unreachable_lease_is_not_held(
-    connection: Connection, leadership: Leadership
+    connection: Connection, leadership: Leadership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await leadership._lock.get(NAME, NAMESPACE)
-    leadership._lock._timeout_seconds = A_MOMENT
+    await lease_of(leadership).get(NAME, NAMESPACE)
+    monkeypatch.setattr(lease_of(leadership), "_timeout_seconds", A_MOMENT)
 
     connection.api.is_silent = True
 
-    assert (await leadership._lock.get(NAME, NAMESPACE))[0] is False
+    assert (await lease_of(leadership).get(NAME, NAMESPACE))[0] is False
     assert not await renew(leadership)
     assert not leadership.may_act()
 

@@ -115,12 +115,12 @@ class Operator:
         self.reconciled: list[str] = []
         self.heads = StubHeads()
         self.saver = HeadSaver(heads or self.heads, self._note_saved)
-        self.spares = Spares(self.watched, connection.cluster, self._note, self.reconciled.append)
+        self.spares = Spares(self.watched, connection.cluster, self.note, self.reconciled.append)
         self.pools = Pools(
             self.watched,
             connection.cluster,
             self.saver,
-            self._note,
+            self.note,
             self.reconciled.append,
             spares=self.spares,
             memory=PoolMemory(heads or self.heads),
@@ -129,19 +129,19 @@ class Operator:
     def _note_saved(self, session: str) -> None:
         self.pools.note_saved(session)
 
-    def _note(self, kind: str, manifest: Any) -> None:
+    def note(self, kind: str, manifest: Any) -> None:
         self.watched.note(kind, manifest)
         self.pools.note(kind, manifest)
 
     def see(self, kind: str, manifest: Json, **status: Any) -> None:
         plural = {"BaseModel": "basemodels", "TrainingSession": "trainingsessions"}[kind]
         path = f"{OWN}/{plural}/{manifest['metadata']['name']}"
-        self._note(kind, self.api.put(path, manifest | {"status": status}))
+        self.note(kind, self.api.put(path, manifest | {"status": status}))
 
     def see_all(self) -> None:
         """See all objects, as an operator that has just started."""
         for manifest in list(self.api.objects.values()):
-            self._note(manifest["kind"], manifest)
+            self.note(manifest["kind"], manifest)
 
     def see_cluster(self, name: str = "pool-a", *, drain: str = "", **status: Any) -> None:
         cluster = a_session_manifest(name, role="Pool", lora=None)
@@ -162,7 +162,7 @@ class Operator:
         path = f"{OWN}/trainingsessions/{name}"
         found = self.api.objects[path]
         changed = {"status": found["status"] | (status or {})}
-        self._note("TrainingSession", self.api.put(path, changed, **metadata))
+        self.note("TrainingSession", self.api.put(path, changed, **metadata))
 
     def see_end(self, name: str) -> None:
         gone = self.api.objects.pop(f"{OWN}/trainingsessions/{name}")
@@ -506,7 +506,7 @@ async def test_a_run_that_was_changed_meanwhile_gets_its_place_once_that_is_seen
     with operator.working():
         await reached(lambda: operator.wrote(f"PATCH {path}"))
         assert operator.api.objects[path] == changed
-        operator._note("TrainingSession", operator.api.put(path, {"spec": seen["spec"]}))
+        operator.note("TrainingSession", operator.api.put(path, {"spec": seen["spec"]}))
         await reached(lambda: operator.api.objects[path]["spec"].get("poolCluster") == "pool-a")
 
 

@@ -13,6 +13,7 @@ from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.metrics import metric_value
 from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.waiting import reached
 
@@ -59,15 +60,15 @@ async def saver(client: StubHeadClient, saved: asyncio.Queue[str]) -> AsyncItera
 async def test_a_failed_save_is_counted(
     saver: HeadSaver, client: StubHeadClient, saved: asyncio.Queue[str]
 ) -> None:
-    failed = metrics.SAVES_FAILED.labels("suspend")._value
-    before = failed.get()
+    failed = metrics.SAVES_FAILED.labels("suspend")
+    before = metric_value(failed)
 
     for result in (AWAY, SaveResult(None)):
         saver.submit("one", SAVE)
         client.results.put_nowait(result)
         await reached(lambda: not saver.pending("one"))
 
-    assert failed.get() == before + 1
+    assert metric_value(failed) == before + 1
 
 
 async def test_failures_are_counted_with_their_words_until_the_save_completes(

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import pytest
@@ -18,6 +17,8 @@ from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.sessions import a_session_manifest
 from tinkercloud_testing.waiting import reached
 
@@ -36,7 +37,7 @@ OWN_OLD = {"TrainingSession": closed(spec=closed(), status=closed(phase=TEXT))}
 
 
 def gauge(kind: str) -> float:
-    return float(metrics.DEFINITIONS_OUTDATED.labels(kind)._value.get())
+    return metric_value(metrics.DEFINITIONS_OUTDATED.labels(kind))
 
 
 @pytest.fixture
@@ -181,10 +182,14 @@ async def test_a_leader_is_ready_after_its_initial_list(
 ) -> None:
     leadership = Leadership(connection.client, Settings())
     monkeypatch.setattr(Leadership, "is_leader", property(lambda _: True))
-    probes = Probes(leadership, Settings())
+    port = free_port()
+    probes = Probes(leadership, Settings(probe_host="127.0.0.1", probe_port=port))
     probes.unready = lambda: why
-
-    answer: Any = await probes._ready(None)  # type: ignore[arg-type]
-
-    assert answer.status == status
-    assert text in answer.text
+    runner = await probes.serve()
+    async with (
+        aiohttp.ClientSession() as client,
+        client.get(f"http://127.0.0.1:{port}/readyz") as answer,
+    ):
+        assert answer.status == status
+        assert text in await answer.text()
+    await runner.cleanup()

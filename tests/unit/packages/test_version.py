@@ -20,6 +20,7 @@ OF_RELEASES = {
     "UPGRADING.md",
     "api_server/src/tinkercloud_api/catalog/schema/connection.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0.py",
+    "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_chain_and_storage.py",
     "docs/compatibility.md",
     "docs/operate/upgrades.md",
     "protocol/src/tinkercloud_protocol/heads/launch.py",

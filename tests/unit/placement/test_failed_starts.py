@@ -10,11 +10,16 @@ import pytest
 
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, ServedModel
+from tinkercloud_api.providers.local.head_folder import HeadFolder
 from tinkercloud_api.providers.local.local_head import LocalHead, _Killed
 from tinkercloud_protocol.heads.usage_reports import UsageReport
 
 UNREACHABLE = HeadEndpoint("http://127.0.0.1:1", "", "g1")
 LOGGED = "UserWarning: KeyError: 'rope_scaling' is ignored\nloading\n"
+
+
+def folder_of(head: LocalHead) -> HeadFolder:
+    return HeadFolder(head.unsaved.parent)
 
 
 async def ignore(_report: UsageReport) -> None: ...
@@ -24,8 +29,8 @@ async def ignore(_report: UsageReport) -> None: ...
 async def head(tmp_path: Path) -> AsyncIterator[LocalHead]:
     async with aiohttp.ClientSession() as client:
         head = LocalHead(ServedModel("m", 8), Settings(state_dir=tmp_path), client, ignore)
-        head._folder.path.mkdir(parents=True)
-        head._folder.log.write_text(LOGGED)
+        folder_of(head).path.mkdir(parents=True)
+        folder_of(head).log.write_text(LOGGED)
         yield head
 
 
@@ -45,7 +50,7 @@ async def test_the_log_of_a_killed_head_does_not_say_why_it_ended(head: LocalHea
 async def test_a_reason_that_a_head_has_written_is_reported_even_if_it_was_killed(
     head: LocalHead,
 ) -> None:
-    head._folder.reason.write_text("the GPU is lost")
+    folder_of(head).reason.write_text("the GPU is lost")
 
     with pytest.raises(HeadFailed, match="because it exited: the GPU is lost") as raised:
         await end(head, "os.kill(os.getpid(), signal.SIGKILL)")

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import SamplingSession, Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog

@@ -105,6 +105,7 @@ def test_trainer_and_sampler_use_all_gpus(demand: Demand, fleet: Fleet) -> None:
 
     layout, sampler = division.trainer.layout, division.sampler
     trains = layout.tensor * layout.pipeline * layout.context * layout.data
+    assert sampler
     samples = sampler.engines * sampler.tensor
     together = (fleet.count, fleet.count) if division.colocated else (trains, fleet.count - trains)
     assert (trains, samples) == together
@@ -122,6 +123,7 @@ def test_whatever_is_divided_is_divided_evenly(demand: Demand, fleet: Fleet) -> 
     assert max(model.experts, 1) % layout.expert == 0
     assert layout.context * layout.data % layout.expert == 0
     assert made.trainer.backend == "megatron" or layout.data == layout.gpus
+    assert made.division.sampler
     assert model.heads % made.division.sampler.tensor == 0
     assert made.trainer.gpus_per_replica % layout.tensor == 0
     assert made.trainer.gpus_per_replica <= fleet.per_node
@@ -147,6 +149,7 @@ def test_every_layout_that_is_considered_divides_evenly(model: Architecture, fle
 def test_no_gpu_holds_more_than_it_has(demand: Demand, fleet: Fleet) -> None:
     division = a_plan(demand, fleet).division
 
+    assert division.sampler
     assert division.trainer.memory.total <= fleet.gpu.memory
     assert division.sampler.memory.total <= fleet.gpu.memory
     assert division.trainer.tokens >= demand.sequence_length
@@ -199,6 +202,7 @@ def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
     demand: Demand, fleet: Fleet
 ) -> None:
     made = a_plan(demand, fleet)
+    assert made.division.sampler
     engines, memory = made.sampler.engines, made.division.sampler.memory
     assume(made.division.colocated and engines is not None)
     assert engines is not None
@@ -225,7 +229,9 @@ def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
 def test_every_choice_has_a_reason(demand: Demand, fleet: Fleet) -> None:
     reasons = {reason.choice: reason for reason in a_plan(demand, fleet).reasons}
 
-    assert {"GPUs", "tensor", "pipeline", "context", "data", "sampler"} <= reasons.keys()
+    assert {"GPUs", "tensor", "pipeline", "context", "data"} <= reasons.keys()
+    # Engines over nodes are servers that the user starts.
+    assert len({"sampler", "servers"} & reasons.keys()) == 1
     assert all(reason.why for reason in reasons.values())
 
 

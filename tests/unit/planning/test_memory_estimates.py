@@ -43,6 +43,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -121,7 +122,7 @@ def trained_bytes(model: PreTrainedModel, config: LoraConfig | None) -> int:
     trainer = TorchTrainer(TorchBaseModel(model, packed=False), max_batch_tokens=64)
     trainer.add_model("m", config)
     trainer.optim_step("m", AdamParams())
-    held = trainer._models["m"]
+    held = held_models(trainer)["m"]
     moments = [t for t in held.optimizer.state[held.trainable.flat].values() if t.ndim]
     return bytes_of([held.trainable.flat, held.trainable.gradient, *moments])
 

@@ -3,20 +3,14 @@
 import hashlib
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
 
-from tinkercloud_api.cli import app
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.shapes import Parallelism
 from tinkercloud_crds.training_session import TrainingSessionSpec
@@ -27,45 +21,25 @@ from tinkercloud_operator.spec.resolved import Devices
 from tinkercloud_planning import families
 from tinkercloud_planning.gpus import parse
 from tinkercloud_planning.plan import plan as make_plan
+from tinkercloud_testing.plan_command import (
+    CONFIGS,
+    NO_HUB,
+    folder_with,
+    planned,
+    run,
+    run_with_hub,
+)
 from tinkercloud_testing.sessions import a_build, a_session
 
-CONFIGS: dict[str, Any] = {
-    name: model["config"]
-    for name, model in json.loads(
-        (Path(__file__).parent / "public_models.json").read_text()
-    ).items()
-}
+pytestmark = pytest.mark.timeout(300)
+
 PAGE = Path(__file__).parents[3] / "docs" / "operate" / "planning.md"
 EXAMPLES = Path(__file__).parents[3] / "crds" / "examples"
-NO_HUB = "http://127.0.0.1:9"
-
-
-def folder_with(config: object, folder: Path) -> str:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 @pytest.fixture
 def qwen3_8b(tmp_path: Path) -> str:
     return folder_with(CONFIGS["Qwen/Qwen3-8B"], tmp_path / "qwen3-8b")
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *arguments])
-
-
-def run_with_hub(url: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command as a program, since the hub's address is read when it starts."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": url,
-        "HF_HOME": str(cache),
-        "HF_HUB_OFFLINE": "0",
-        "COLUMNS": "200",
-    }
-    command = [sys.executable, "-m", "tinkercloud_api", "plan", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -110,11 +84,6 @@ def test_the_page_shows_what_is_printed(tmp_path: Path) -> None:
     printed = run(folder_with(CONFIGS["Qwen/Qwen2.5-72B"], tmp_path / "m"), "--gpus", "8xH100")
 
     assert [line.rstrip() for line in printed.output.splitlines()] == shown.splitlines()
-
-
-def planned(*arguments: str) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads(run(*arguments, "--json").output)
-    return manifest
 
 
 def test_json_is_a_base_model_whose_sessions_train_and_sample_as_planned(qwen3_8b: str) -> None:
@@ -213,7 +182,7 @@ def test_a_plan_has_the_time_that_a_head_needs_to_save(qwen3_8b: str) -> None:
 
     assert adapter["suspendSeconds"] == 120
     assert whole["suspendSeconds"] == 18 * 60
-    assert "suspendSeconds 1080 98.3 GB of values and moments at 200 MB/s" in printed
+    assert "suspendSeconds 1080 91.5 GiB of values and moments at 200 MB/s" in printed
 
 
 def test_a_plan_says_what_sharing_gpus_needs_of_the_cluster(qwen3_8b: str) -> None:
@@ -336,7 +305,7 @@ def test_both_snapshots_of_a_whole_model_fit_the_scratch_space_of_its_plan(qwen3
     assert room is not None
     assert 2 * state <= room <= 3 * state
     printed = " ".join(run(qwen3_8b, "--gpus", "8xH100", "--full").output.split())
-    assert "scratch space 322 GiB of the head 2 snapshots of 98.3 GB may take 60%" in printed
+    assert "scratch space 322 GiB of the head 2 snapshots of 91.5 GiB may take 60%" in printed
     assert planned(qwen3_8b, "--gpus", "8xH100")["spec"]["head"]["resources"]["scratch"] == "16Gi"
 
 

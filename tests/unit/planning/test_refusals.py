@@ -9,8 +9,10 @@ import pytest
 from tinkercloud_planning.architecture import Architecture
 from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import parse
-from tinkercloud_planning.plan import plan
+from tinkercloud_planning.plan import plan, plan_training
 from tinkercloud_planning.refusal import DoesNotFit
+
+pytestmark = pytest.mark.timeout(300)
 
 MODELS: dict[str, Architecture] = {
     name: read(model["config"])
@@ -21,10 +23,18 @@ MODELS: dict[str, Architecture] = {
 
 
 def test_a_refusal_says_when_nothing_known_is_enough() -> None:
-    with pytest.raises(DoesNotFit, match="an engine must fit on one node"):
-        plan(
-            MODELS["deepseek-ai/DeepSeek-V3"], parse("64xH100"), sequence_length=8192, lora_rank=32
-        )
+    with pytest.raises(DoesNotFit, match="found no change that would fit"):
+        plan(MODELS["deepseek-ai/DeepSeek-V3"], parse("1xL4"), sequence_length=8192, lora_rank=None)
+
+
+def test_a_refusal_names_the_rank_that_would_fit_and_training_alone() -> None:
+    model, fleet = MODELS["deepseek-ai/DeepSeek-V3"], parse("64xH100")
+
+    with pytest.raises(DoesNotFit, match="LoRA of rank 8; --train-only"):
+        plan(model, fleet, sequence_length=8192, lora_rank=32)
+
+    plan(model, fleet, sequence_length=8192, lora_rank=8)
+    plan_training(model, fleet, sequence_length=8192, lora_rank=32)
 
 
 def test_a_sequence_longer_than_the_model_takes_is_refused() -> None:

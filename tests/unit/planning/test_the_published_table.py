@@ -28,6 +28,7 @@ def written(division: Division | None, trainer: str) -> str:
     if division is None:
         return "-"
     layout, sampler = division.trainer.layout, division.sampler
+    assert sampler
     axes = [f"{axis[0]}{size}" for axis in AXES if (size := getattr(layout, axis)) > 1]
     shared = "&" if division.colocated else "+"
     return f"{trainer}{' '.join(axes) or '1'} {shared} {sampler.engines}x{sampler.tensor}"

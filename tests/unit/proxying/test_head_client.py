@@ -204,17 +204,17 @@ async def test_connecting_to_an_unreachable_machine_times_out(
 
 
 async def test_connections_detect_a_dead_machine() -> None:
-    made = head_http_client._kept_alive_socket((socket.AF_INET, socket.SOCK_STREAM, 0))
-    with made:
-        options = [
-            made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-            made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
-        ]
-    assert options == [1, 10]
     async with open_client() as session:
         connector = session.connector
         assert isinstance(connector, aiohttp.TCPConnector)
-        assert connector._socket_factory is head_http_client._kept_alive_socket
+        make = connector._socket_factory
+        assert make is not None
+        with make((socket.AF_INET, socket.SOCK_STREAM, 0, "", ("", 0))) as made:
+            options = [
+                made.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                made.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL),
+            ]
+    assert options == [1, 10]
 
 
 async def test_connections_closed_by_a_head_are_not_reused() -> None:

@@ -140,16 +140,17 @@ async def test_a_server_takes_over_a_running_head_only_if_they_speak_the_same_pr
     monkeypatch.setattr(reports, "HEAD_PROTOCOL", spoken)
     async with a_served_head(tmp_path) as running, open_client() as client:
         found = LocalHead(ServedModel("m", 8), Settings(state_dir=tmp_path), client, ignore)
-        found._folder.path.mkdir(parents=True)
+        folder = found.unsaved.parent
+        folder.mkdir(parents=True)
         record = {"pid": 1, "url": running.url, "generation": "g1"}
-        (found._folder.path / "head.json").write_text(json.dumps(record))
-        (found._folder.path / "token").write_text(TOKEN)
+        (folder / "head.json").write_text(json.dumps(record))
+        (folder / "token").write_text(TOKEN)
 
         await found.adopt()
 
         assert (found.endpoint is not None) is is_used
-        if found._lease is not None:
-            found._lease.cancel()
+        if (lease := found._lease) is not None:
+            lease.cancel()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 from tinkercloud_testing.bare_heads import until
 from tinkercloud_testing.providers import LoadingHead
-from tinkercloud_testing.sdk_clients import SdkClients
+from tinkercloud_testing.sdk_clients import SdkClients, sampling_session_of
 from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
 from tinkercloud_testing.served_heads import TOKEN, a_served_head, served
 
@@ -187,7 +187,7 @@ async def test_a_request_for_more_samples_than_a_head_accepts_is_not_promised(
         client = await asyncio.to_thread(
             lambda: service.create_sampling_client(base_model="tiny").result()
         )
-        body = a_sample(client._sampling_session_id, 1) | {"num_samples": 1025}
+        body = a_sample(sampling_session_of(client), 1) | {"num_samples": 1025}
 
         status, answer = await post(world, routes.ASAMPLE, body)
         assert (status, answer) == (400, {"detail": "num_samples: must be 1 to 1024, got 1025"})
@@ -212,6 +212,24 @@ async def test_a_submission_that_waits_for_a_head_is_promised_when_the_server_st
 
         await steps
         assert len(world.stored()) == 1
+
+
+async def test_a_poll_that_a_stopping_server_ends_says_who_continues(world: World) -> None:
+    world.provider.ready.set()
+    world.settings = world.settings.model_copy(update={"timings": Timings(long_poll_seconds=500.0)})
+    application = Application(world.settings, world.provider)
+    async with served(application) as world.url:
+        model_id = (await world.training_client()).model_id
+        polls = application._running().long_polls
+        world.provider.ready.clear()
+        body = {"request_id": f"{model_id}:1"}
+        poll = asyncio.create_task(post(world, routes.RETRIEVE_FUTURE, body))
+        await until(lambda: len(polls) == 1)
+        polls.shut_down()
+
+        status, answer = await poll
+    assert (status, answer["queue_state"]) == (408, "paused_capacity")
+    assert "the server is stopping; the next server process" in answer["queue_state_reason"]
 
 
 async def test_promised_requests_outlast_a_cluster_that_rejects_their_head_for_a_time(
@@ -260,7 +278,7 @@ async def test_a_sample_that_is_cancelled_while_the_head_loads_is_not_sampled(
         client = await asyncio.to_thread(
             lambda: service.create_sampling_client(base_model="tiny").result()
         )
-        sampler_id = client._sampling_session_id
+        sampler_id = sampling_session_of(client)
         for seq_id in (1, 2):
             assert (await post(world, routes.ASAMPLE, a_sample(sampler_id, seq_id)))[0] == 200
         await post(world, routes.CANCEL_FUTURE, {"request_id": f"{sampler_id}:1"})

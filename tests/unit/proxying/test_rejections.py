@@ -10,8 +10,9 @@ import aiohttp
 import orjson
 import pytest
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.owner_tenants import Tenants
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.providers.base import HeadEndpoint

@@ -14,14 +14,14 @@ from tinkercloud_protocol.wire.ids import (
     SamplingSessionId,
     model_of_sampler,
 )
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, Head, a_head, samplers_of
 
 CURRENT = CURRENT_WEIGHTS + MODEL.index
 
 
 def published(head: Head) -> list[str]:
     """Return the versions that the head keeps of current weights."""
-    return sorted(head.service._samplers.current.names)
+    return sorted(samplers_of(head).current.names)
 
 
 def test_the_session_of_current_weights_is_derived_from_the_model() -> None:
@@ -115,5 +115,5 @@ async def test_samples_of_an_unknown_model_fail(tmp_path: Path) -> None:
         a_head((tmp_path / "store").as_uri(), tmp_path, "g1") as head,
         pytest.raises(NotFound, match="'s:train:9' does not exist"),
     ):
-        async with head.service._samplers.sampling(unknown):
+        async with samplers_of(head).sampling(unknown):
             pass

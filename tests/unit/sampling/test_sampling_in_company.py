@@ -18,6 +18,7 @@ from tinkercloud_testing.engines import (
 )
 from tinkercloud_testing.models import in_dtype, tiny_llama
 from tinkercloud_testing.recording import Operations
+from tinkercloud_testing.trainers import base_of
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,
@@ -25,6 +26,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 )
 from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.lora.segments import WeightSegment
+from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, TokenSampler
 from tinkercloud_worker.torch_sampler.decode.token_choice import sample_tokens
 
@@ -63,7 +65,7 @@ def fail_passes(
     which: Callable[[torch.Tensor], bool],
 ) -> None:
     """Make passes of the base that use some weights raise, selected by their token ids."""
-    base = engine.sampler._base
+    base: TorchBaseModel = base_of(engine.trainer)
     bad = engine.sampler._versions.acquire(version).in_memory
     compute = base._run
 

@@ -16,7 +16,7 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.wire.paths import evicted_prefix
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, until
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, samplers_of, until
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
@@ -298,7 +298,7 @@ async def test_weights_whose_model_leaves_while_they_are_stored_are_neither_coun
     assert await head.service.suspend_model(MODEL)
 
     may_store.set()
-    await until(lambda: not head.service._samplers.evicted.is_writing)
+    await until(lambda: not samplers_of(head).evicted.is_writing)
 
-    assert "s:sample:1" not in head.service._samplers.evicted
+    assert "s:sample:1" not in samplers_of(head).evicted
     assert files(tmp_path) == []

@@ -267,6 +267,11 @@ class Unwalked(dict[str, Any]):
     __iter__ = keys = values = items
 
 
+def forbid_scans(patch: pytest.MonkeyPatch, results: Results) -> None:
+    """Make an iteration over all results fail."""
+    patch.setattr(results, "_entries", Unwalked(results._entries))
+
+
 async def test_abandoning_a_target_does_not_scan_other_results(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,7 +284,7 @@ async def test_abandoning_a_target_does_not_scan_other_results(
         assert not results.has_room("me")
 
         with monkeypatch.context() as patch:
-            patch.setattr(results, "_entries", Unwalked(results._entries))
+            forbid_scans(patch, results)
             results.abandon("a")
             results.abandon("nobody")
 
@@ -301,7 +306,7 @@ async def test_expiring_results_does_not_scan_other_results(
         results.finish(f"a:{index}", a_result())
         if index % 2:
             results.mark_read(f"a:{index}")
-    monkeypatch.setattr(results, "_entries", Unwalked(results._entries))
+    forbid_scans(monkeypatch, results)
 
     clock.now = 12
     results.sweep()

@@ -32,6 +32,7 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_testing.catalogs import writing
 from tinkercloud_testing.engines import an_engine
 from tinkercloud_testing.models import tiny_llama
 from tinkercloud_testing.providers import OneHead
@@ -173,7 +174,7 @@ async def test_only_the_models_of_inactive_clients_are_suspended(world: World) -
 async def age(catalog: Catalog, session: str, by: timedelta) -> None:
     """Make a session inactive for some time."""
     moment = now() - by - timedelta(seconds=1)
-    async with catalog._writing() as connection:
+    async with writing(catalog) as connection:
         row = await connection.get(Session, session)
         run = await connection.get(TrainingRun, f"{session}:train:0")
         assert row is not None

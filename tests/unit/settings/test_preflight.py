@@ -13,7 +13,9 @@ from tinkercloud_api.admin.preflight import (
     CannotServeError,
     check,
     check_device,
+    check_family,
     check_installed,
+    check_memory,
     check_metrics_port,
     check_weights,
 )
@@ -182,3 +184,38 @@ def test_a_port_for_metrics_that_is_taken_is_named(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(CannotServeError, match=f"metrics_port: cannot listen on .*:{port}"):
             check_metrics_port(Settings(state_dir=tmp_path, metrics_port=port))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_5_vl", "falcon_h1"])
+def test_a_family_of_transformers_is_served(folder: Path, family: str) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+
+    check_family("m", folder)
+
+
+@pytest.mark.parametrize("config", [{"model_type": "no-such-family"}, {}])
+def test_a_family_that_transformers_does_not_have_is_named(
+    folder: Path, config: dict[str, str]
+) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(
+        CannotServeError, match=r"model 'm': .*has model_type .* no model; serve one"
+    ):
+        check_family("m", folder)
+
+
+def test_models_that_do_not_fit_into_memory_are_refused_with_both_sizes(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    needed = 1 << 50
+
+    with pytest.raises(
+        CannotServeError, match=r"weights have 1024\.0 TiB, and this machine has .*iB"
+    ):
+        check_memory(settings, needed)
+
+    check_memory(settings, 1)
+    check_memory(settings.model_copy(update={"trainer": TrainerConfig(device="cuda")}), needed)
+    (tmp_path / "heads" / "m").mkdir(parents=True)
+    (tmp_path / "heads" / "m" / "head.json").touch()
+    check_memory(settings, needed)

@@ -3,7 +3,7 @@
 import pytest
 import typer
 
-from tinkercloud_api.commands.shared import server_url
+from tinkercloud_api.commands.common.shared import server_url
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:18731", "tinker.example.com", "ftp://a", ""])

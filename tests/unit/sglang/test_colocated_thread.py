@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,11 @@ class Held:
         self._loop.call_soon_threadsafe(self.began.set)
         asyncio.run_coroutine_threadsafe(self.may_end.wait(), self._loop).result(10)
         self._ending()
+
+
+def tasks_of(thread: ColocatedThread) -> set[asyncio.Task[Any]]:
+    """Return the jobs that wait for the thread, or run."""
+    return thread._tasks
 
 
 @pytest.fixture
@@ -156,7 +162,7 @@ async def test_a_job_cancelled_before_it_owns_the_gpus_never_runs() -> None:
     await waits.wait()
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
-    await until(lambda: not thread._tasks)
+    await until(lambda: not tasks_of(thread))
 
     assert await thread.run_lightweight(lambda: "what needs no memory has no turn to wait for")
     assert ran == []
@@ -224,7 +230,7 @@ async def test_waiting_jobs_end_on_cancellation_after_the_thread_has_stopped(
     job.may_end.set()
     await stopping
     # As asyncio does with remaining tasks when a process ends.
-    started = [*waiting, *thread._tasks]
+    started = [*waiting, *tasks_of(thread)]
     for task in started:
         task.cancel()
 

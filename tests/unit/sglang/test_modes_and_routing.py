@@ -184,22 +184,6 @@ async def test_cancelled_work_never_blocks_others(pauses: int) -> None:
             },
             "inference.process_group",
         ),
-        (
-            {
-                "backend": "external",
-                "inference": InferenceConfig(urls=("http://a",), shared_memory="cpu"),
-            },
-            "inference.shared_memory",
-        ),
-        (
-            {
-                "backend": "sglang",
-                "inference": InferenceConfig(
-                    urls=("http://a",), process_group="gloo", shared_memory="cpu"
-                ),
-            },
-            "inference.shared_memory",
-        ),
     ],
 )
 def test_settings_without_effect_are_rejected(settings: dict[str, Any], words: str) -> None:

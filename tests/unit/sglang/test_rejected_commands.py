@@ -44,7 +44,7 @@ async def test_a_rejected_command_is_a_server_error(url: str, refused: str, tmp_
         tmp_path, server_dir=None, owner="head", base_path=tmp_path, base_model="tiny/llama"
     )
     control = SglangControl(
-        SglangDialect(client), folder, owner="head", base_path="/model", direct=None
+        SglangDialect(client), folder, owner="head", base_path="/model", group=None
     )
 
     with pytest.raises(ServerError, match=rf"{refused}: .* unknown field"):

@@ -13,7 +13,7 @@ from tinkercloud_protocol.heads.launch import HeldModel, Limits
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import NotFound, StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, samplers_of
 from tinkercloud_testing.pictures import picture
 from tinkercloud_testing.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
@@ -78,7 +78,7 @@ async def test_a_suspended_model_uses_no_memory_and_training_continues_bit_for_b
 
     assert await head.service.suspend_model(MODEL)
 
-    assert held(head) == HeldModel(model_id=NAME, is_suspended=True)
+    assert held(head) == HeldModel(model_id=NAME, is_suspended=True, step=1)
     assert head.service.status().models == []
     losses = [await train(head, 2)]
     await head.service.suspend_model(MODEL)
@@ -198,7 +198,7 @@ async def test_sampling_from_unsaved_weights_resumes_their_model(head: Head, kin
     drawn = await head.drawn(1, 1)
     assert held(head).sampler_bytes > 0
     await head.service.suspend_model(MODEL)
-    assert len(head.service._samplers) == 0
+    assert len(samplers_of(head)) == 0
 
     await head.service.recall("s:sample:1")
 

@@ -27,7 +27,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import assert_equal, moments_of, run
+from tinkercloud_testing.trainers import assert_equal, base_of, held_models, moments_of, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters
@@ -51,7 +51,7 @@ def a_trainer(*models: str, max_batch_tokens: int = 64) -> TorchTrainer:
 
 
 def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
-    return trainer._models[model_id].trainable.gradient.clone()
+    return held_models(trainer)[model_id].trainable.gradient.clone()
 
 
 def step(trainer: TorchTrainer, model_id: str, seed: int) -> float:
@@ -116,11 +116,11 @@ def test_switches_choose_which_layers_have_adapters() -> None:
 def test_an_adapter_of_a_tied_lm_head_leaves_the_embedding_alone() -> None:
     trainer = TorchTrainer(TorchBaseModel(tiny_qwen3()), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=2, seed=1, train_attn=False, train_mlp=False))
-    before = trainer._base.named_weights()["model.embed_tokens.weight"].clone()
+    before = base_of(trainer).named_weights()["model.embed_tokens.weight"].clone()
 
     step(trainer, "m", seed=0)
 
-    assert torch.equal(trainer._base.named_weights()["model.embed_tokens.weight"], before)
+    assert torch.equal(base_of(trainer).named_weights()["model.embed_tokens.weight"], before)
     assert set(trainer.snapshot("m").tensors) == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}
 
 
@@ -172,7 +172,7 @@ def test_two_models_stepping_in_turn_stay_equal_bit_for_bit() -> None:
     alone = [step(trainer, "alone", seed) for seed in range(5)]
 
     assert [one for one, _ in turns] == [other for _, other in turns] == alone
-    weights = [trainer._models[name].trainable.flat for name in ("one", "other", "alone")]
+    weights = [held_models(trainer)[name].trainable.flat for name in ("one", "other", "alone")]
     assert torch.equal(weights[0], weights[1])
     assert torch.equal(weights[0], weights[2])
 
@@ -243,11 +243,11 @@ def test_a_state_is_loaded_into_the_memory_that_the_model_has() -> None:
     trainer = a_trainer("m", "other")
     for name in ("m", "other"):
         step(trainer, name, seed=0)
-    before = [vector.data_ptr() for vector in trainer._models["m"].vectors]
+    before = [vector.data_ptr() for vector in held_models(trainer)["m"].vectors]
 
     trainer.import_state("m", trainer.export_state("other"))
 
-    assert [vector.data_ptr() for vector in trainer._models["m"].vectors] == before
+    assert [vector.data_ptr() for vector in held_models(trainer)["m"].vectors] == before
     assert len(before) == 4
 
 
@@ -268,16 +268,16 @@ def test_a_gradient_that_is_not_finite_is_rejected_and_dropped() -> None:
 def test_a_step_without_a_gradient_moves_as_adamw_with_zeros_does() -> None:
     trainer = a_trainer("m")
     step(trainer, "m", seed=0)
-    flat = torch.nn.Parameter(trainer._models["m"].trainable.flat.detach().clone())
+    flat = torch.nn.Parameter(held_models(trainer)["m"].trainable.flat.detach().clone())
     reference = torch.optim.AdamW([flat], lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0)
-    state = trainer._models["m"].optimizer.state[trainer._models["m"].trainable.flat]
+    state = held_models(trainer)["m"].optimizer.state[held_models(trainer)["m"].trainable.flat]
     reference.state[flat] = {key: value.clone() for key, value in state.items()}
     flat.grad = torch.zeros_like(flat)
 
     trainer.optim_step("m", ADAM)
     reference.step()
 
-    torch.testing.assert_close(trainer._models["m"].trainable.flat.detach(), flat.detach())
+    torch.testing.assert_close(held_models(trainer)["m"].trainable.flat.detach(), flat.detach())
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_full_fine_tuning_has_the_gradient_of_autograd(make: Callable[[], PreTra
         lp = torch.log_softmax(logits, -1).gather(1, targets)[:, 0]
         (-lp * torch.tensor(datum.inputs["weights"])).sum().backward()
 
-    tensors = trainer._models["m"].trainable.tensors
+    tensors = held_models(trainer)["m"].trainable.tensors
     for name, parameter in reference.named_parameters():
         error = (tensors[name].grad - parameter.grad).norm() / parameter.grad.norm()
         assert error <= 1e-4, name

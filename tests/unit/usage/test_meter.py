@@ -168,3 +168,20 @@ async def test_all_pieces_of_a_long_job_count_and_those_that_fail_too() -> None:
     await asyncio.to_thread(thread.stop)
 
     assert seconds_of(meter) == {"ann": 10, "bob": 7}
+
+
+def test_the_rate_of_a_model_counts_the_tokens_of_its_last_minute() -> None:
+    clock = Clock()
+    meter = UsageMeter(clock)
+
+    meter.count(ANN, Usage(trained_tokens=300, engine_seconds=9))
+    meter.count(ANN, Usage(prefill_tokens=20, sampled_tokens=40, cached_tokens=1000))
+    meter.count(BOB, Usage(forward_tokens=60))
+
+    assert meter.tokens_per_minute(ANN.model_id) == 360
+    assert meter.tokens_per_minute(BOB.model_id) == 60
+    clock.time += 69
+    assert 300 < meter.tokens_per_minute(ANN.model_id) < 360
+    clock.time += 1
+    assert meter.tokens_per_minute(ANN.model_id) == 0
+    assert meter.tokens_per_minute("unknown") == 0

@@ -3,12 +3,13 @@
 import pytest
 
 from tinkercloud_api.config import api_metrics
+from tinkercloud_testing.metrics import metric_value
 
 
 def test_owners_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api_metrics, "_owners", set())
     others = api_metrics.USAGE_TOKENS.labels(api_metrics.OTHER_OWNERS, "sampled")
-    before = others._value.get()
+    before = metric_value(others)
 
     for _ in range(2):
         for number in range(api_metrics.MAX_OWNERS + 3):
@@ -22,5 +23,5 @@ def test_owners_beyond_the_bound_are_counted_together(monkeypatch: pytest.Monkey
     }
     ours = {owner for owner in owners if owner.startswith("bounded-")}
     assert len(ours) == api_metrics.MAX_OWNERS
-    assert api_metrics.USAGE_TOKENS.labels("bounded-0", "sampled")._value.get() == 10
-    assert others._value.get() - before == 2 * 3 * 5
+    assert metric_value(api_metrics.USAGE_TOKENS.labels("bounded-0", "sampled")) == 10
+    assert metric_value(others) - before == 2 * 3 * 5

@@ -10,7 +10,7 @@ import torch
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.families import READS_IMAGES
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, gradient_of
+from tinkercloud_testing.trainers import assert_close, gradient_of, held_models
 from tinkercloud_testing.vision import an_example, examples_of, gemma_image, reference_logits
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.trainer import TrainingPass
@@ -68,7 +68,7 @@ def test_images_of_gemma_3_without_a_token_between_them_see_each_other() -> None
 
 
 def twin_logprobs(twin: PeftTwin, example: Example) -> torch.Tensor:
-    return reference_logprobs(twin._model, example)
+    return reference_logprobs(twin.model, example)
 
 
 @pytest.mark.parametrize("family", READS_IMAGES)
@@ -100,7 +100,7 @@ def test_a_diverged_model_changes_no_other_in_a_shared_pass_with_images(family: 
     base = TorchBaseModel(READS_IMAGES[family]())
     trainer = a_trainer(base)
     trainer.add_model("broken", LoraConfig(rank=2))
-    trainer._models["broken"].trainable.flat.detach()[:] = float("nan")
+    held_models(trainer)["broken"].trainable.flat.detach()[:] = float("nan")
     trainer.add_model("text", LoraConfig(rank=2, seed=2))
     text, pictures, *_ = examples_of(family)
     passes = [

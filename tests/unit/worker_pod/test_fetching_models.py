@@ -230,14 +230,15 @@ def test_a_large_file_is_downloaded_in_chunks_of_the_same_version(
 
     monkeypatch.setattr(obstore, "get", noted)
     monkeypatch.setattr(fetch_model, "_CHUNK_BYTES", 1000)
-    fetch_model._copy(store, found["large.json"], tmp_path)
-    fetch_model._copy(store, found["empty.json"], tmp_path)
+    copy = fetch_model._copy
+    copy(store, found["large.json"], tmp_path)
+    copy(store, found["empty.json"], tmp_path)
 
     assert (tmp_path / "large.json").read_bytes() == content
     assert (tmp_path / "empty.json").read_bytes() == b""
     assert asked == [(0, 1000), (1000, 2000), (2000, 2560)]
     with pytest.raises(PreconditionError):
-        fetch_model._copy(store, found["replaced.json"], tmp_path)
+        copy(store, found["replaced.json"], tmp_path)
     assert not (tmp_path / "replaced.json").exists()
 
 

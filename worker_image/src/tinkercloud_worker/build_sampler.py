@@ -27,8 +27,6 @@ from tinkercloud_worker.inference.sglang import model_support
 from tinkercloud_worker.inference.sglang.control import SglangControl
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
-from tinkercloud_worker.inference.sglang.shared_memory import SglangSharedMemory
-from tinkercloud_worker.inference.sglang.weights import DirectTransfer
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.inference.weight_host import WeightHost
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
@@ -150,7 +148,7 @@ def inference_sampler(
                 folder,
                 owner=owner,
                 base_path=config.model.path,
-                direct=_direct_transfer(inference, dialect.client, weight_host),
+                group=_group(inference, dialect.client, weight_host),
             )
             for dialect in dialects
             if isinstance(dialect, SglangDialect)
@@ -186,14 +184,12 @@ def _clients(inference: InferenceConfig) -> list[InferenceClient]:
     ]
 
 
-def _direct_transfer(
+def _group(
     inference: InferenceConfig, client: InferenceClient, weight_host: WeightHost
-) -> DirectTransfer | None:
-    if inference.process_group is not None:
-        return SglangGroup(client, inference.process_group, weight_host)
-    if inference.shared_memory is not None:
-        return SglangSharedMemory(client, inference.shared_memory, weight_host)
-    return None
+) -> SglangGroup | None:
+    if inference.process_group is None:
+        return None
+    return SglangGroup(client, inference.process_group, weight_host)
 
 
 def _dialect(config: HeadConfig, client: InferenceClient) -> Dialect:

@@ -40,8 +40,7 @@ def build_weight_host(config: HeadConfig) -> "RankWeightHost | None":
     They are stored at rank 0 if processes there can send them to engines.
     """
     inference = config.sampler.inference
-    is_sent_directly = inference.process_group or inference.shared_memory
-    if not is_sent_directly or not config.trainer.ranks or config.trainer.backend == "none":
+    if not inference.process_group or not config.trainer.ranks or config.trainer.backend == "none":
         return None
     # Imported here because it imports Ray; see `build_trainer`.
     from tinkercloud_worker.actors.rank_weight_host import RankWeightHost  # noqa: PLC0415

@@ -3,6 +3,9 @@
 Engines use the standard library's `logging`, with details in `extra`, since they may run where only
 torch and transformers are installed. All other modules use structlog. Both, and the warnings of
 other libraries, have the same output format.
+
+Lines with the field `progress` say how far the head is with loading its model, or with saving its
+runs. A local server shows the last one to those who wait.
 """
 
 import logging

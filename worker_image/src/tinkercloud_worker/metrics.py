@@ -94,7 +94,7 @@ SNAPSHOT_PAUSE_SECONDS = Histogram(
 )
 
 What = Literal["adapter", "model"]
-Way = Literal["request", "group", "shared_memory", "file"]
+Way = Literal["request", "group", "file"]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ import uvicorn
 from pydantic import ValidationError
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from tinkercloud_protocol.heads import descriptors
 from tinkercloud_protocol.heads.journal_files import run_ids
@@ -60,10 +61,14 @@ def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend
         config: the configuration.
         nursery: starts the processes of custom losses; None: the first loss starts it.
     """
+    log.info("loading", progress="reading the configuration and the tokenizer")
     check_model(config)
     base = cache(partial(load_base, config))
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, local_files_only=True)
     weight_host = build_weight_host(config)
+    if config.trainer.ranks:
+        ranks = f"waiting for the trainer's {config.trainer.ranks} ranks, which load the model"
+        log.info("loading", progress=ranks)
     trainer = build_trainer(config, base, weight_host)
     wanted, taken = config.limits.max_context_length, trainer.limits.max_context_length
     if wanted is not None and wanted > taken:
@@ -73,6 +78,7 @@ def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend
             taken=taken,
         )
     usage = UsageMeter()
+    log.info("loading", progress="starting the sampler")
     sampler, thread = build_sampler(
         config,
         base,
@@ -254,6 +260,8 @@ def main() -> None:
     # reach the head.
     nursery = Nursery.forked()
     logs.configure()
+    # Its lines would push everything else out of the end of the log.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     descriptors.raise_limit()
     config = read_config(Path(sys.argv[1]))
     if not config.generation:

@@ -1,23 +1,25 @@
 """Writes the audit log while requests are served.
 
-An entry is written before its request runs, so that no change can happen without one. Bodies are
-not recorded: they may contain secrets, and the API server does not read those of training requests.
+An entry is written before its request runs, so that no change can happen without one; if it can't
+be written, the request is refused. If only the outcome can't be written, the client gets its
+response, and the entry keeps the status "no response yet". Bodies are not recorded: they may
+contain secrets, and the API server does not read those of training requests.
 """
 
 import asyncio
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, time, timedelta
 from typing import Any
 
 import structlog
 from starlette.types import Scope
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.access.mutations import audited_event
+from tinkercloud_api.access.effects import Effect
 from tinkercloud_api.catalog.access.audit_log import AuditLog
-from tinkercloud_api.catalog.schema.tables import ApiKey
+from tinkercloud_api.catalog.schema.tables import ApiKey, AuditEntry
 from tinkercloud_protocol.wire.asgi import Message, Send
-from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_protocol.wire.errors import Unavailable, WireError
 
 log = structlog.get_logger(__name__)
 
@@ -33,10 +35,13 @@ class Auditing:
     days: int
     """How long entries are kept."""
 
-    async def recorded(self, principal: Principal, scope: Scope, send: Send) -> Send:
-        """Record a request before it runs.
+    async def recorded(
+        self, effect: Effect, principal: Principal, scope: Scope, send: Send
+    ) -> Send:
+        """Record a request before it runs, if the audit log keeps those of its effect.
 
         Args:
+            effect: what it does.
             principal: the caller, who knows the objects that the request used.
             scope: the request.
             send: receives its response (ASGI).
@@ -47,8 +52,7 @@ class Auditing:
         Raises:
             Unavailable: the entry could not be written; the request must not run.
         """
-        method, path = scope["method"], scope["path"]
-        event = audited_event(method, path)
+        method, path, event = scope["method"], scope["path"], effect.event
         if event is None:
             return send
         details: dict[str, Any] = {
@@ -61,16 +65,22 @@ class Auditing:
         }
         # A signed URL stands for no key.
         key_id = principal.key_id or None
-        number = await self.entries.begin(principal.owner, key_id, event, details)
+        try:
+            entry = await self.entries.begin(principal.owner, key_id, event, details)
+        except Unavailable as error:
+            raise Unavailable(
+                "the audit log can't be written, because the catalog does not respond; nothing was"
+                " done, send the request again"
+            ) from error
 
         async def send_recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
-                outcome = {**details, "status": message["status"]}
+                outcome: dict[str, Any] = {"status": message["status"]}
                 if principal.seen_projects:
                     outcome["project_ids"] = sorted(principal.seen_projects)
                 if principal.named_objects:
                     outcome["objects"] = sorted(principal.named_objects)
-                await self._finish(number, outcome)
+                await self._finish(entry, outcome)
             await send(message)
 
         return send_recorded
@@ -93,16 +103,20 @@ class Auditing:
         await self.entries.begin(owner, None, "key_logout", _at_callback(address))
 
     async def forget(self, moment: datetime) -> None:
-        """Delete entries that are too old, or too many of their owner."""
-        await self.entries.forget(moment - timedelta(days=self.days))
+        """Remove entries that are too old, or too many of their owner."""
+        # Once a day, because each removal is an entry of its own.
+        day = (moment - timedelta(days=self.days)).date()
+        await self.entries.forget(datetime.combine(day, time(), UTC))
         await self.entries.forget_surplus()
 
-    async def _finish(self, number: int, details: dict[str, Any]) -> None:
+    async def _finish(self, entry: AuditEntry, outcome: dict[str, Any]) -> None:
         try:
             async with asyncio.timeout(5):
-                await self.entries.finish(number, details)
+                await self.entries.finish(entry, outcome)
         except (WireError, TimeoutError) as error:
-            log.warning("the outcome of a request was not recorded", entry=number, error=str(error))
+            log.warning(
+                "the outcome of a request was not recorded", entry=entry.id, error=str(error)
+            )
 
 
 def _at_callback(address: str) -> dict[str, Any]:

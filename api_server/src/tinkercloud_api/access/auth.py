@@ -16,7 +16,8 @@ from typing import Protocol, TypeVar
 
 from tinkercloud_api.access.access_tokens import PREFIX, AccessTokens
 from tinkercloud_api.access.access_versions import AccessVersions
-from tinkercloud_api.access.mutations import is_mutation
+from tinkercloud_api.access.effects import Effect
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
@@ -28,17 +29,6 @@ REMEMBERED_SECONDS = 10.0
 does not respond. Changes of keys, users and projects take effect at the next request, on all
 servers."""
 _MAX_CACHED = 10_000
-
-
-class Role(StrEnum):
-    """What a key may do."""
-
-    USER = "user"
-    """Everything with its owner's objects."""
-    ADMIN = "admin"
-    """Also read and delete the objects of all owners."""
-    READ_ONLY = "read-only"
-    """Only read its owner's objects."""
 
 
 _BY_RIGHTS = (Role.READ_ONLY, Role.USER, Role.ADMIN)
@@ -94,33 +84,26 @@ class Principal:
     seen_projects: set[str] = field(default_factory=set)
     """Projects of the objects that the request has used so far."""
     named_objects: set[str] = field(default_factory=set)
-    """Ids of the sessions, runs and samplers that the request has made or trained so far."""
+    """Sessions, runs, samplers, checkpoints, programs, keys and members that the request has made,
+    changed or trained so far."""
 
-    def requesting(self, method: str, path: str) -> "Principal":
-        """Return the same principal as the sender of one request.
+    def requesting(self, method: str, path: str, effect: Effect) -> "Principal":
+        """Return the same principal as the sender of one request, with this effect.
 
         Raises:
             Forbidden: the role does not allow the request.
         """
-        self.require_right(method, path)
-        is_changing = is_mutation(method, path)
+        if self.role is Role.READ_ONLY and effect.is_mutation:
+            raise Forbidden(
+                f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
+                f" {path[:200]}; use a key with the role user"
+            )
+        is_changing = effect.is_mutation
         return replace(self, is_changing=is_changing, seen_projects=set(), named_objects=set())
 
     def may_see(self, owner: str) -> bool:
         """Whether objects without a project that belong to `owner` are visible."""
         return self.owner == owner or self.role is Role.ADMIN
-
-    def require_right(self, method: str, path: str) -> None:
-        """Check that the role allows a request.
-
-        Raises:
-            Forbidden: it does not.
-        """
-        if self.role is Role.READ_ONLY and is_mutation(method, path):
-            raise Forbidden(
-                f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
-                f" {path[:200]}; use a key with the role user"
-            )
 
     def require(self, found: OwnedT | None, what: str) -> OwnedT:
         """Return an object if this principal may use it as its request does.

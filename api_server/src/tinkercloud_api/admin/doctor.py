@@ -1,18 +1,15 @@
 """The checks of `tinkercloud doctor`."""
 
-import asyncio
 import contextlib
 import json
-import os
 import shutil
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import obstore
 
-from tinkercloud_api.admin import preflight
+from tinkercloud_api.admin import machine_checks, preflight
+from tinkercloud_api.admin.machine_checks import CheckResult
 from tinkercloud_api.catalog.schema.connection import (
     CatalogUnreachableError,
     check_revision,
@@ -21,9 +18,10 @@ from tinkercloud_api.catalog.schema.connection import (
 )
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import state_folder
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_http_client import open_client
-from tinkercloud_api.providers.head_progress import resident_bytes, weight_bytes
+from tinkercloud_api.providers.head_progress import resident_bytes
 from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
@@ -34,40 +32,20 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
 
 _LOW_DISK_BYTES = 5 << 30
-_DESCRIBE_GPU = """
-import torch
-name = torch.cuda.get_device_name()
-free, total = (number / 1e9 for number in torch.cuda.mem_get_info())
-built = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
-print(f"{name}, {free:.1f} of {total:.1f} GB free, {built}")
-"""
-"""Prints the GPU; without one that works, it fails with the reason as its last line."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """Result of one check."""
-
-    check: str
-    is_good: bool
-    detail: str
-
-    def as_row(self) -> dict[str, str]:
-        """Return the result as a table row."""
-        result = "ok" if self.is_good else "FAILED"
-        return {"check": self.check, "result": result, "detail": self.detail}
 
 
 async def examine(settings: Settings) -> list[CheckResult]:
     """Run all checks. They create the state folder if it is missing, and change nothing else."""
     on_cluster = settings.provider == "kubernetes"
     findings = [_state_dir(settings), _disk(settings)]
+    findings += [machine_checks.disk_speed(settings.state_dir), machine_checks.packages()]
+    findings += await machine_checks.clock(settings)
     findings.append(await _cluster(settings) if on_cluster else _worker(settings))
     findings.append(await _catalog(settings))
     findings.append(await _checkpoints(settings))
     if not on_cluster:
         findings += [_kept(settings), _heads(settings), await _durability(settings)]
-        findings += [await _device(settings), _room(settings)]
+        findings += await machine_checks.device(settings)
     findings += [_model(name, where) for name, where in settings.models.items()]
     findings.append(await _server(settings))
     return findings
@@ -84,13 +62,15 @@ def _state_dir(settings: Settings) -> CheckResult:
 def _disk(settings: Settings) -> CheckResult:
     folder = settings.state_dir if settings.state_dir.exists() else "/"
     free = shutil.disk_usage(folder).free
-    return CheckResult("disk", is_good=free >= _LOW_DISK_BYTES, detail=f"{free >> 30} GiB free")
+    is_good = free >= _LOW_DISK_BYTES
+    remedy = "" if is_good else "delete old checkpoints, or choose another state folder"
+    return CheckResult("disk", is_good=is_good, detail=f"{binary_size(free)} free", remedy=remedy)
 
 
 def _kept(settings: Settings) -> CheckResult:
     """Report the disk use of the state folder and how long the data is kept."""
     scratch = sum(map(_size, settings.state_dir.glob("heads/*/scratch")))
-    heads = f"{_gigabytes(scratch)} of session heads' scratch space, kept until they restart"
+    heads = f"{binary_size(scratch)} of session heads' scratch space, kept until they restart"
     if settings.checkpoint_root is not None:
         return CheckResult("disk use", is_good=True, detail=heads)
     runs = settings.state_dir / "checkpoints" / "runs"
@@ -101,8 +81,8 @@ def _kept(settings: Settings) -> CheckResult:
     if days is not None:
         until = f"until their clients have been inactive for {days:g} days (session_expiry_days)"
     detail = (
-        f"{_gigabytes(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
-        f" {_gigabytes(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
+        f"{binary_size(suspended_bytes)} of {len(suspended)} suspended runs, kept {until};"
+        f" {binary_size(all_bytes - suspended_bytes)} of checkpoints, kept until they expire or are"
         f" deleted; {heads}"
     )
     return CheckResult("disk use", is_good=True, detail=detail)
@@ -113,61 +93,17 @@ def _heads(settings: Settings) -> CheckResult:
     limits = settings.limits
     detail = (
         "in addition to its base model, a session head keeps up to"
-        f" {_gigabytes(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
-        f" {_gigabytes(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
+        f" {binary_size(limits.max_sampler_bytes)} of sampler weights (limits.max_sampler_bytes),"
+        f" {binary_size(limits.max_result_bytes)} of results (limits.max_result_bytes), and each"
         " model whose client was active in the last"
         f" {settings.session_silence_seconds:g} s (session_silence_seconds)"
     )
     running = [
-        f"{record.parent.name} uses {_gigabytes(resident)}"
+        f"{record.parent.name} uses {binary_size(resident)}"
         for record in sorted(settings.state_dir.glob("heads/*/head.json"))
         if (resident := _resident_bytes(record)) is not None
     ]
     return CheckResult("memory", is_good=True, detail="; ".join([detail, *running]))
-
-
-async def _device(settings: Settings) -> CheckResult:
-    """Report whether torch finds the GPU that heads are to use."""
-    device = settings.trainer.device
-    try:
-        preflight.check_device(settings)
-    except preflight.CannotServeError as error:
-        return CheckResult("device", is_good=False, detail=str(error))
-    if device == "cpu":
-        detail = f"cpu (trainer.device), {os.cpu_count()} cores"
-        return CheckResult("device", is_good=True, detail=detail)
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-c", _DESCRIBE_GPU),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    output, _ = await process.communicate()
-    described = next(reversed(output.decode(errors="replace").splitlines()), "no output")
-    return CheckResult("device", is_good=process.returncode == 0, detail=described)
-
-
-def _room(settings: Settings) -> CheckResult:
-    """Compare the memory that is free with the weights that heads load into it."""
-    needed = 0
-    for name, where in settings.models.items():
-        with contextlib.suppress(ModelNotFoundError):
-            needed += weight_bytes(Path(resolve(name, where).local_path or ""))
-    free = _available_bytes()
-    detail = f"{_gigabytes(free)} free; the weights of the models have {_gigabytes(needed)}"
-    is_running = any(settings.state_dir.glob("heads/*/head.json"))
-    is_good = is_running or settings.trainer.device != "cpu" or needed <= free
-    if not is_good:
-        detail += ": too little; serve fewer or smaller models"
-    return CheckResult("room for models", is_good=is_good, detail=detail)
-
-
-def _available_bytes() -> int:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(each for each in lines if each.startswith("MemAvailable:"))
-        return int(line.split()[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 async def _durability(settings: Settings) -> CheckResult:
@@ -221,10 +157,6 @@ def _resident_bytes(record: Path) -> int | None:
         return None
 
 
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
 def _worker(settings: Settings) -> CheckResult:
     try:
         preflight.check_installed(settings)
@@ -241,7 +173,8 @@ async def _cluster(settings: Settings) -> CheckResult:
         finally:
             await api.close()
     except KubernetesError as error:
-        return CheckResult("cluster", is_good=False, detail=str(error))
+        remedy = "check KUBECONFIG and TINKERCLOUD_NAMESPACE with `tinkercloud cluster check`"
+        return CheckResult("cluster", is_good=False, detail=str(error), remedy=remedy)
     detail = f"{len(offered.items)} BaseModels in namespace {settings.namespace}"
     return CheckResult("cluster", is_good=True, detail=detail)
 
@@ -255,7 +188,9 @@ async def _catalog(settings: Settings) -> CheckResult:
     try:
         await catalog.ping()
     except Unavailable as error:
-        return CheckResult("catalog", is_good=False, detail=described(error.__cause__ or error))
+        detail = described(error.__cause__ or error)
+        remedy = "start the database, or correct TINKERCLOUD_DATABASE_URL"
+        return CheckResult("catalog", is_good=False, detail=detail, remedy=remedy)
     finally:
         await catalog.close()
     return CheckResult("catalog", is_good=True, detail="reachable")
@@ -269,7 +204,8 @@ async def _checkpoints(settings: Settings) -> CheckResult:
         pass
     except (obstore.exceptions.BaseError, OSError) as error:
         detail = f"{url} does not respond: {str(error).splitlines()[0]}"
-        return CheckResult("checkpoints", is_good=False, detail=detail)
+        remedy = "check TINKERCLOUD_CHECKPOINT_ROOT, the network and the store's credentials"
+        return CheckResult("checkpoints", is_good=False, detail=detail, remedy=remedy)
     return CheckResult("checkpoints", is_good=True, detail=url)
 
 
@@ -277,6 +213,7 @@ def _model(name: str, where: str) -> CheckResult:
     try:
         model = resolve(name, where)
         preflight.check_weights(name, Path(model.local_path or ""))
+        preflight.check_family(name, Path(model.local_path or ""))
     except (ModelNotFoundError, preflight.CannotServeError) as error:
         return CheckResult(f"model {name}", is_good=False, detail=str(error))
     return CheckResult(f"model {name}", is_good=True, detail=str(model.local_path))
@@ -294,7 +231,8 @@ async def _server(settings: Settings) -> CheckResult:
             content = await response.json()
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         detail = f"process {server.pid} is running, but {url} does not respond: {error}"
-        return CheckResult("server", is_good=False, detail=detail)
+        remedy = "wait until it has started, or read its output and start it again"
+        return CheckResult("server", is_good=False, detail=detail, remedy=remedy)
     is_good = response.status == 200
     detail = f"process {server.pid} at {server.url}: {content['status']}"
     return CheckResult("server", is_good=is_good, detail=detail)

@@ -1,15 +1,18 @@
 """Input and output of `tinkercloud plan`; the planner itself is `tinkercloud_planning`."""
 
 import json
+import logging
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
+import httpx2
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import TypeAdapter, ValidationError
 from rich.console import RenderableType
 from rich.table import Table
@@ -17,12 +20,15 @@ from rich.table import Table
 from tinkercloud_api.providers.model_arguments import unknown_model
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import ModelName
-from tinkercloud_planning import architecture, families
+from tinkercloud_planning import families
+from tinkercloud_planning.architecture import Architecture, UnknownArchitecture
 from tinkercloud_planning.gpus import UnknownGpus, parse
 from tinkercloud_planning.memory import GpuMemory
-from tinkercloud_planning.plan import ModelPlan
+from tinkercloud_planning.plan import ModelPlan, plan_training
 from tinkercloud_planning.plan import plan as make_plan
-from tinkercloud_planning.refusal import DoesNotFit, gib
+from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus, gib
+from tinkercloud_planning.search import Demand
+from tinkercloud_planning.serving import ServingPlan, plan_serving
 
 _DEFAULT_SEQUENCE_LENGTH = 32768
 _CONFIG = "config.json"
@@ -38,41 +44,81 @@ class CannotPlan(Exception):
     """No plan is possible; the message says why and what to change."""
 
 
-def plan(
-    model: str,
-    gpus: str,
-    *,
-    gpus_per_node: int,
-    sequence_length: int | None,
-    lora_rank: int | None,
-    pool_slots: int,
-) -> ModelPlan:
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is planned for, as the command's options say it."""
+
+    gpus: str
+    """Number and kind of GPUs, such as `8xH100`; see `gpus.parse`."""
+    gpus_per_node: int = 8
+    sequence_length: int | None = None
+    """Longest sequence, in tokens; None means the model's own limit, at most 32768."""
+    lora_rank: int | None = 32
+    """Largest LoRA rank; None for full fine-tuning."""
+    pool_slots: int = 1
+    """Runs on one cluster of a pool; 1 if each run has its own pods."""
+    sessions: int = 1
+    """Sessions that divide the GPUs."""
+
+    def length(self, model: Architecture) -> int:
+        """Return the longest sequence of a model, in tokens."""
+        longest = min(_DEFAULT_SEQUENCE_LENGTH, model.max_context_length)
+        return longest if self.sequence_length is None else self.sequence_length
+
+
+def plan(model: str, wanted: Wanted) -> ModelPlan:
     """Plan the training and sampling of a model.
 
     Args:
         model: folder in Hugging Face format, or model id on the Hugging Face hub.
-        gpus: number and kind of GPUs, such as `8xH100`; see `gpus.parse`.
-        gpus_per_node: number of GPUs per node.
-        sequence_length: longest sequence, in tokens; None means the model's own limit, at most
-            32768.
-        lora_rank: largest LoRA rank; None for full fine-tuning.
-        pool_slots: runs on one cluster of a pool; 1 if each run has its own pods.
+        wanted: what to plan for.
 
     Raises:
         CannotPlan: the model's configuration cannot be read, the kind of GPU is unknown, or the
             model does not fit.
     """
-    try:
+    return _planned(model, wanted, make_plan)
+
+
+def training_only(model: str, wanted: Wanted) -> ModelPlan:
+    """Plan the training of a model that external servers sample; see `plan`."""
+    return _planned(model, wanted, plan_training)
+
+
+def serving(model: str, wanted: Wanted) -> ServingPlan:
+    """Plan the training and sampling of a model by `tinkercloud serve` on one GPU; see `plan`."""
+    with _refusals(model):
+        fleet = parse(wanted.gpus, wanted.gpus_per_node)
+        if fleet.count > 1 or wanted.sessions > 1:
+            raise UnknownGpus(
+                f"GPUs {wanted.gpus!r}, sessions {wanted.sessions}: the process that `tinkercloud"
+                f" serve` starts for a model uses one GPU, for all sessions; use 1x{fleet.gpu.name}"
+                " without --sessions, or plan for Kubernetes, without --serve"
+            )
         described = families.read(read_config(model))
-        longest = min(_DEFAULT_SEQUENCE_LENGTH, described.max_context_length)
-        return make_plan(
+        length, slots = wanted.length(described), wanted.pool_slots
+        return plan_serving(Demand(described, length, wanted.lora_rank, slots), fleet.gpu)
+
+
+def _planned(model: str, wanted: Wanted, planner: Callable[..., ModelPlan]) -> ModelPlan:
+    with _refusals(model):
+        # Before the configuration, which may have to be fetched.
+        fleet = parse(wanted.gpus, wanted.gpus_per_node).share(wanted.sessions)
+        described = families.read(read_config(model))
+        return planner(
             described,
-            parse(gpus, gpus_per_node),
-            sequence_length=longest if sequence_length is None else sequence_length,
-            lora_rank=lora_rank,
-            slots=pool_slots,
+            fleet,
+            sequence_length=wanted.length(described),
+            lora_rank=wanted.lora_rank,
+            slots=wanted.pool_slots,
         )
-    except (architecture.UnknownArchitecture, UnknownGpus, DoesNotFit) as error:
+
+
+@contextmanager
+def _refusals(model: str) -> Iterator[None]:
+    try:
+        yield
+    except (UnknownArchitecture, UnknownGpus, DoesNotFit) as error:
         raise CannotPlan(f"{model}: {error}") from error
 
 
@@ -94,18 +140,34 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _from_hub(model: str) -> Path:
-    with suppress(OSError, HFValidationError):
-        return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+    # It would log each of its attempts, which the error sums up.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
+        with suppress(LocalEntryNotFoundError):
+            return Path(hf_hub_download(model, _CONFIG, local_files_only=True))
+        # A single attempt: without a network, the download would try six times.
+        get_hf_file_metadata(hf_hub_url(model, _CONFIG))
         return Path(hf_hub_download(model, _CONFIG))
     except HFValidationError:
         raise CannotPlan(unknown_model(model)) from None
+    except httpx2.TransportError as error:
+        raise CannotPlan(
+            f"{model!r} is neither a local folder nor in the local Hugging Face cache, and the hub"
+            f" at {constants.ENDPOINT} cannot be reached ({error}); pass a folder that contains its"
+            f" {_CONFIG}, or set HF_ENDPOINT to a mirror"
+        ) from error
     except OSError as error:
+        reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
         raise CannotPlan(
             f"{model!r} is neither a local folder nor in the local Hugging Face cache, and its"
-            f" {_CONFIG} cannot be downloaded from the hub ({type(error).__name__}); pass a folder"
+            f" {_CONFIG} cannot be downloaded from {constants.ENDPOINT} ({reason}); pass a folder"
             " that contains it, or set HF_TOKEN for a gated model"
         ) from error
+
+
+def manifest(plan: ModelPlan | ServingPlan, model: str) -> dict[str, Any]:
+    """Return what `--json` prints: a BaseModel, or the environment variables of a server."""
+    return plan.settings() if isinstance(plan, ServingPlan) else base_model(plan, model)
 
 
 def base_model(plan: ModelPlan, model: str) -> dict[str, Any]:
@@ -157,26 +219,63 @@ def _object_name(model: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", model.rpartition("/")[2].lower()).strip("-")[:63].rstrip("-")
 
 
-def report(plan: ModelPlan) -> Iterator[RenderableType]:
-    """Yield the parts of a plan's human-readable report."""
-    demand, division = plan.demand, plan.division
+def report(
+    plan: ModelPlan | ServingPlan, wanted: Wanted, gpu_price: float | None
+) -> Iterator[RenderableType]:
+    """Yield the parts of a plan's human-readable report.
+
+    Args:
+        plan: the plan of one session, or of a server.
+        wanted: what was planned for.
+        gpu_price: price of a GPU per hour, in any currency; None if unknown.
+    """
+    demand = plan.demand
     trained = "full fine-tuning" if demand.lora_rank is None else f"LoRA rank {demand.lora_rank}"
+    gpus = f"1x{plan.gpu.name}" if isinstance(plan, ServingPlan) else str(plan.fleet)
+    each = f" for each of {wanted.sessions} sessions" if wanted.sessions > 1 else ""
     yield (
-        f"{demand.architecture.parameters / 1e9:.2f}B parameters on {plan.fleet}, sequences of"
+        f"{demand.architecture.parameters / 1e9:.2f}B parameters on {gpus}{each}, sequences of"
         f" {demand.sequence_length} tokens, {trained}\n"
     )
-    choices = Table("choice", "value", "why", box=None)
+    if isinstance(plan, ServingPlan):
+        yield from _settings(plan)
+        used, kind, memories = 1, plan.gpu, {"training and sampling": plan.memory}
+    else:
+        yield _choices(plan, wanted)
+        used, kind = plan.fleet.count * wanted.sessions, plan.fleet.gpu
+        memories = {"training": plan.division.trainer.memory}
+        if plan.division.sampler:
+            memories["sampling"] = plan.division.sampler.memory
+    if gpu_price is not None:
+        yield f"\nprice: {gpu_price * used:.2f} an hour, for {used} GPUs at {gpu_price:.2f}"
+    yield f"\nestimated peak memory of the most loaded GPU, out of {gib(kind.memory)}:\n"
+    yield _memory(memories)
+
+
+def _settings(plan: ServingPlan) -> Iterator[str]:
+    yield "One process trains and samples, and both share one copy of the model. Its settings:\n"
+    for name, value in plan.settings().items():
+        yield f"export {name}={value}"
+
+
+def _choices(plan: ModelPlan, wanted: Wanted) -> Table:
+    table = Table("choice", "value", "why", box=None)
     for reason in plan.reasons:
-        choices.add_row(reason.choice, reason.value, reason.why)
-    yield choices
-    yield f"\nestimated peak memory of the most loaded GPU, out of {gib(plan.fleet.gpu.memory)}:\n"
-    yield _memory(division.trainer.memory, division.sampler.memory)
+        table.add_row(reason.choice, reason.value, reason.why)
+    fewest = fewest_gpus(plan.demand, plan.fleet) if plan.division.sampler else None
+    if fewest is not None and fewest < plan.fleet.count:
+        sessions = wanted.sessions * (plan.fleet.count // fewest)
+        why = f"{fewest}x{plan.fleet.gpu.name} are enough for one; --sessions {sessions} plans that"
+        table.add_row("sessions", f"{wanted.sessions} at a time", why)
+    return table
 
 
-def _memory(training: GpuMemory, sampling: GpuMemory) -> Table:
-    table = Table("", "training", "sampling", box=None)
-    for (name, trained), (_, sampled) in zip(training.parts(), sampling.parts(), strict=True):
-        if trained or sampled:
-            table.add_row(name.replace("_", " "), gib(trained), gib(sampled))
-    table.add_row("total", gib(training.total), gib(sampling.total))
+def _memory(memories: Mapping[str, GpuMemory]) -> Table:
+    table = Table("", *memories, box=None)
+    parts = [dict(memory.parts()) for memory in memories.values()]
+    for name in parts[0]:
+        sizes = [part[name] for part in parts]
+        if any(sizes):
+            table.add_row(name.replace("_", " "), *map(gib, sizes))
+    table.add_row("total", *(gib(memory.total) for memory in memories.values()))
     return table

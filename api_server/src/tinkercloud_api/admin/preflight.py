@@ -4,22 +4,28 @@ Everything here takes less than a second: of weights only the headers are read. 
 model can show is reported by its session head.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from obstore.exceptions import BaseError
 
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.head_progress import weight_bytes
 from tinkercloud_protocol.heads.object_store import open_store
 
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 100_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_FAMILIES = Path("models", "auto", "modeling_auto.py")
+"""Where transformers lists the families of its models."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """Device files of GPUs: NVIDIA's, those of WSL, and AMD's."""
 _OF_HEADS = ("tinkercloud_worker", "torch", "transformers")
@@ -51,6 +57,8 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
         for name, folder in folders.items():
             if is_needed or _has_weights(Path(folder)):
                 check_weights(name, Path(folder))
+            check_family(name, Path(folder))
+        check_memory(settings, sum(weight_bytes(Path(folder)) for folder in folders.values()))
 
 
 def check_installed(settings: Settings) -> None:
@@ -105,6 +113,11 @@ def check_metrics_port(settings: Settings) -> None:
             ) from None
 
 
+def has_gpu() -> bool:
+    """Whether this machine has the device files of a GPU."""
+    return any(Path(file).exists() for file in _GPU_FILES)
+
+
 def check_device(settings: Settings) -> None:
     """Check that heads of this machine find the GPU that they are to use.
 
@@ -117,7 +130,7 @@ def check_device(settings: Settings) -> None:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and hidden.strip() in {"", "-1"}:
         why = f"CUDA_VISIBLE_DEVICES is {hidden!r}"
-    elif not any(Path(file).exists() for file in _GPU_FILES):
+    elif not has_gpu():
         why = f"none of {', '.join(_GPU_FILES)} exists"
     else:
         return
@@ -146,6 +159,55 @@ def check_weights(name: str, folder: Path) -> None:
             f"model {name!r}: cannot read {error.filename or folder} ({error.strerror}); allow the"
             " user of the server to read the model's folder and its files"
         ) from None
+
+
+def check_family(name: str, folder: Path) -> None:
+    """Check that transformers has the family of a model, without loading transformers.
+
+    Raises:
+        CannotServeError: it does not.
+    """
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return
+    known, config = Path(found.origin).parent / _FAMILIES, folder / "config.json"
+    if not known.is_file() or not config.is_file():
+        return
+    family = json.loads(config.read_bytes()).get("model_type")
+    if f'"{family}"' not in known.read_text():
+        raise CannotServeError(
+            f"model {name!r}: {config} has model_type {family!r}, of which transformers"
+            f" {metadata.version('transformers')} has no model; serve one of a family that it has"
+        )
+
+
+def check_memory(settings: Settings, needed: int) -> None:
+    """Check that the weights of all models fit into memory, unless heads have them there already.
+
+    Args:
+        settings: the settings.
+        needed: size of the weights, in bytes.
+
+    Raises:
+        CannotServeError: they do not fit.
+    """
+    free = available_bytes()
+    is_running = any(settings.state_dir.glob("heads/*/head.json"))
+    if is_running or settings.trainer.device != "cpu" or not settings.preload or needed <= free:
+        return
+    raise CannotServeError(
+        f"models: their weights have {binary_size(needed)}, and this machine has"
+        f" {binary_size(free)} of memory free; serve fewer or smaller models"
+    )
+
+
+def available_bytes() -> int:
+    """Return the memory, in bytes, that this machine has for more programs, with its swap."""
+    with contextlib.suppress(OSError, KeyError):
+        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+        kibibytes = {words[0]: int(words[1]) for words in lines}
+        return (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _has_weights(folder: Path) -> bool:

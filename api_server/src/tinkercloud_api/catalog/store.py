@@ -20,6 +20,7 @@ from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatement
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import (
+    STORED,
     Checkpoint,
     SamplingSession,
     Session,
@@ -158,6 +159,19 @@ class Catalog(
             query = query.where(TrainingRun.session_id.in_(in_project))
         ordered = query.order_by(TrainingRun.created_at.desc(), TrainingRun.id)
         return await self._page(ordered, page)
+
+    async def runs_by_use(
+        self, visible: Visibility, page: Page
+    ) -> tuple[Sequence[TrainingRun], int]:
+        """Return runs that had a model, and their total number; deleted ones are the last.
+
+        Those that were used last are the first.
+        """
+        had_model = TrainingRun.generation.is_distinct_from(STORED)
+        query = select(TrainingRun).where(visible.of(TrainingRun), had_model)
+        is_deleted = TrainingRun.deleted_at.is_not(None)
+        newest = (is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
+        return await self._page(query.order_by(*newest), page)
 
     async def runs_of_generation(self, generation: str) -> Sequence[TrainingRun]:
         """Return the runs whose current or last head has this generation, without deleted ones."""

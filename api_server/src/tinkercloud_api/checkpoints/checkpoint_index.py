@@ -36,9 +36,7 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 )
 from tinkercloud_protocol.responses.listings import CheckpointInfo
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
-from tinkercloud_protocol.wire.paths import (
-    CheckpointPath,
-)
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
 log = structlog.get_logger(__name__)
 
@@ -192,6 +190,24 @@ class Checkpoints:
             found[row.run_id].append(info(row))
         return found
 
+    async def to_resume_from(self, run_id: str, count: int) -> list[CheckpointManifest]:
+        """Return a run's newest training checkpoints, automatic ones included, newest first.
+
+        A head that is alive may be deleting automatic ones; damaged and expired ones are left out.
+        """
+        await self.index.discover(run_id)
+        kind, moment = CheckpointKind.TRAINING.checkpoint_type, datetime.now(UTC)
+        listed = [each for each in await self.of_run(run_id) if each.checkpoint_type == kind]
+        paths = {CheckpointPath.parse(each.tinker_path) for each in listed if each.damage is None}
+        paths |= {path for path in await self.index.in_store(run_id) if path.is_autosave}
+        found = []
+        for path in paths:
+            with suppress(InvalidRequest):
+                manifest = await self.index.read(path)
+                if manifest is not None and not manifest.is_expired(moment):
+                    found.append(manifest)
+        return sorted(found, key=lambda manifest: manifest.created_at, reverse=True)[:count]
+
     async def page(self, visible: Visibility, page: Page) -> tuple[list[CheckpointInfo], int]:
         """Return checkpoints, newest first, and their total number."""
         await self.index.refresh(await self._catalog.unindexed_checkpoints(visible))
@@ -230,6 +246,7 @@ class Checkpoints:
         else:
             # The checkpoint does not exist, or is still being saved.
             raise _not_found(path)
+        principal.named_objects.add(str(path))
         await self._delete(path)
 
     async def publish(self, path: CheckpointPath, principal: Principal, *, is_public: bool) -> None:
@@ -261,10 +278,15 @@ class Checkpoints:
         await self.index.update(manifest)
         await self._catalog.set_expiry(path, expires_at)
 
+    async def expire_at(self, path: CheckpointPath, moment: datetime) -> None:
+        """Let a checkpoint expire that this server has had saved."""
+        await self._catalog.set_expiry(path, moment)
+
     async def _lasting(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:
         """Return the manifest of a principal's checkpoint that only its owner deletes."""
         manifest = await self._required(path)
         principal.require(await self._catalog.claim(manifest), f"checkpoint {path}")
+        principal.named_objects.add(str(path))
         if path.is_autosave and await self._catalog.checkpoint(path) is None:
             raise InvalidRequest(
                 f"{path} is an automatic checkpoint, which the session head of its run replaces;"

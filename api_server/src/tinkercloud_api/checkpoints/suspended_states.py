@@ -29,6 +29,14 @@ class SuspendedStates:
     objects: ObjectStoreClient
     index: ManifestIndex
 
+    async def find(self, run_id: str) -> SuspendedManifest | None:
+        """Return a run's suspended state in the store, of whatever head; None if there is none."""
+        return _suspended(run_id, await self.objects.read(suspended_key(run_id)))
+
+    async def is_unsaved(self, run_id: str, generation: str, unsaved: Path | None) -> bool:
+        """Whether a run's latest state is in a folder of states that could not be uploaded."""
+        return await self._in_folder(run_id, generation, unsaved) is not None
+
     async def has(self, run_id: str, generation: str, unsaved: Path | None) -> bool:
         """Whether the head of a generation suspended a run with its latest state.
 
@@ -38,22 +46,29 @@ class SuspendedStates:
             unsaved: folder of suspended states that could not be uploaded to the store. The state
                 of this run is uploaded now; it stays in the folder if that fails.
         """
-        stored = _suspended(run_id, await self.objects.read(suspended_key(run_id)))
+        stored = await self.find(run_id)
         if stored is not None and stored.continues_from(generation):
             return True
-        if unsaved is None:
+        kept = await self._in_folder(run_id, generation, unsaved)
+        if kept is None or unsaved is None:
             return False
         local = unsaved / suspended_key(run_id)
-        content = await asyncio.to_thread(_read_if_exists, local)
-        kept = _suspended(run_id, content)
-        if content is None or kept is None or not kept.continues_from(generation):
-            return False
         for name in kept.files:
             await self.objects.upload(kept.key_of(name), unsaved / kept.key_of(name))
         await self.objects.upload(suspended_key(run_id), local)
         await asyncio.to_thread(shutil.rmtree, local.parent)
         log.info("uploaded a suspended run that its head could not upload", run_id=run_id)
         return True
+
+    async def _in_folder(
+        self, run_id: str, generation: str, unsaved: Path | None
+    ) -> SuspendedManifest | None:
+        """Return a run's latest state in a folder of states that could not be uploaded."""
+        if unsaved is None:
+            return None
+        content = await asyncio.to_thread(_read_if_exists, unsaved / suspended_key(run_id))
+        kept = _suspended(run_id, content)
+        return kept if kept is not None and kept.continues_from(generation) else None
 
     async def delete(self, run_id: str, generation: str | None) -> None:
         """Delete the state of a deleted run that no head holds. A missing state is not an error.
@@ -65,7 +80,7 @@ class SuspendedStates:
             run_id: the run.
             generation: generation of the head that held it last; None if none ever did.
         """
-        stored = _suspended(run_id, await self.objects.read(suspended_key(run_id)))
+        stored = await self.find(run_id)
         if stored is not None and stored.continues_from(generation or ""):
             for path in [p for p in await self.index.in_store(run_id) if p.is_autosave]:
                 if await self.catalog.checkpoint(path) is None:

@@ -1,13 +1,32 @@
-"""`tinkercloud audit`: the requests to a running server that changed something."""
+"""`tinkercloud audit`: what changed something on a server, and whether the record is complete."""
 
-from datetime import datetime
+import csv
+import json
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.commands.common.local_catalog import StateDir, verify_audit_log
+from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, show
+from tinkercloud_api.config.readable import moment
+
+if TYPE_CHECKING:
+    from tinkercloud_api.catalog.access.audit_chain import Mark
+
+app = typer.Typer(invoke_without_command=True)
+
+_PAGE = 10_000
+_MOMENT = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
+_COLUMNS = ("time", "owner", "key", "event", "status", "path", "objects")
+_FIELDS = (
+    *("number", "timestamp", "owner", "key_id", "key_name", "role", "address", "event"),
+    *("status", "method", "path", "objects", "project_ids", "hash"),
+)
 
 
 class Of(StrEnum):
@@ -18,8 +37,12 @@ class Of(StrEnum):
     PROJECTS = "projects"
 
 
+@app.callback()
 def show_audit(
-    api_key: ApiKey,
+    context: typer.Context,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="TINKER_API_KEY", help="API key.", show_default=False)
+    ] = None,
     base_url: BaseUrl = None,
     *,
     of: Annotated[Of, typer.Option(help="Which events to list.")] = Of.ALL,
@@ -27,26 +50,115 @@ def show_audit(
         datetime | None,
         typer.Option(formats=["%Y-%m-%d"], help="Day, in UTC. Default: today.", show_default=False),
     ] = None,
-    as_json: Json = False,
+    since: Annotated[
+        datetime | None,
+        typer.Option(formats=_MOMENT, help="First moment, in UTC.", show_default=False),
+    ] = None,
+    until: Annotated[
+        datetime | None,
+        typer.Option(formats=_MOMENT, help="Moment after the last, in UTC.", show_default=False),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object in each line.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print the output as CSV.")] = False,
 ) -> None:
-    """List the requests of a day that changed something; admins see those of all owners."""
-    query = {"event_type": str(of)}
+    """List what changed something, by default today; admins see the changes of all owners.
+
+    `tinkercloud audit verify` checks that no entry was changed or removed.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if api_key is None:
+        raise typer.BadParameter("missing; set it or TINKER_API_KEY", param_hint="--api-key")
+    if day is not None and (since is not None or until is not None):
+        raise typer.BadParameter("not together with --since or --until", param_hint="--day")
+    query = {"event_type": str(of), "limit": str(_PAGE)}
     if day is not None:
         query["day"] = day.date().isoformat()
-    answer = request("GET", base_url, api_key, f"audit?{urlencode(query)}")
-    rows = []
-    for entry in answer["entries"]:
-        details = entry["event_details"]
-        rows.append(
-            {
-                "time (UTC)": entry["timestamp"][:19].replace("T", " "),
-                "owner": details["owner"],
-                "key": details["key_id"],
-                "event": entry["event"],
-                "status": details["status"],
-                "path": details["path"],
-                **details,
-            }
-        )
-    columns = ["time (UTC)", "owner", "key", "event", "status", "path"]
-    show(rows, columns, as_json=as_json)
+    else:
+        bounds = {"since": since, "until": until}
+        given = {name: time for name, time in bounds.items() if time is not None}
+        query |= {name: moment(time.replace(tzinfo=UTC)) for name, time in given.items()}
+    entries = _entries(query, base_url, api_key)
+    if as_json:
+        for entry in entries:
+            typer.echo(json.dumps(entry))
+    elif as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow(_FIELDS)
+        writer.writerows([_cell(entry.get(name)) for name in _FIELDS] for entry in entries)
+    else:
+        show([_row(entry) for entry in entries], _COLUMNS, as_json=False)
+
+
+@app.command("verify")
+def verify_audit(
+    state_dir: StateDir = None,
+    contains: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBER:HASH",
+            help="An entry that the log must contain, as an earlier `audit verify` printed it.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Check in the catalog of this machine that no entry was changed, inserted or removed.
+
+    Keep number and hash of the newest entry elsewhere, and give them to --contains next time: that
+    reveals a log that was written again.
+    """
+    verdict = verify_audit_log(state_dir, _mark(contains) if contains is not None else None)
+    newest = f"{verdict.newest.number}:{verdict.newest.hash}"
+    if as_json:
+        found = {"entries": verdict.entries, "removed": verdict.removed, "newest": newest}
+        typer.echo(json.dumps({**found, "faults": verdict.faults}))
+    else:
+        typer.echo(f"rows: {verdict.entries} checked, {verdict.removed} removed by retention")
+        typer.echo(f"newest: {newest}")
+        for fault in verdict.faults:
+            typer.echo(f"broken: {fault}", err=True)
+    if verdict.faults:
+        raise typer.Exit(1)
+
+
+def _mark(text: str) -> "Mark":
+    from tinkercloud_api.catalog.access.audit_chain import Mark
+
+    number, _, digest = text.partition(":")
+    if not number.isdecimal() or not digest:
+        fail(f"--contains: expected NUMBER:HASH as `audit verify` prints it, got {text!r}")
+    return Mark(int(number), digest)
+
+
+def _entries(query: dict[str, str], base_url: str | None, api_key: str) -> Iterator[dict[str, Any]]:
+    """Yield entries, the earliest first, page by page."""
+    offset, is_more = 0, True
+    while is_more:
+        page = request("GET", base_url, api_key, f"audit?{urlencode({**query, 'offset': offset})}")
+        for entry in page["entries"]:
+            named = {"timestamp": entry["timestamp"], "event": entry["event"]}
+            yield {**named, **entry["event_details"]}
+        offset += _PAGE
+        is_more = len(page["entries"]) == _PAGE
+
+
+def _row(entry: dict[str, Any]) -> dict[str, str]:
+    return {
+        "time": moment(entry["timestamp"]),
+        "owner": entry["owner"],
+        "key": str(entry["key_id"] or ""),
+        "event": entry["event"],
+        "status": str(entry["status"]),
+        "path": entry["path"],
+        "objects": _cell([*entry.get("objects", []), *entry.get("project_ids", [])]),
+    }
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return "" if value is None else str(value)

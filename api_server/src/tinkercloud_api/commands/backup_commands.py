@@ -12,10 +12,15 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from tinkercloud_api.commands.copy_progress import CopyProgress, binary_size
-from tinkercloud_api.commands.local_catalog import StateDir
-from tinkercloud_api.commands.shared import Json, fail, read_settings
-from tinkercloud_api.config.state_folder import StateFolderError
+from tinkercloud_api.commands.common.local_catalog import (
+    Change,
+    StateDir,
+    newest_in_file,
+    record_in_file,
+)
+from tinkercloud_api.commands.common.progress import CopyProgress
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings
+from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(help="Make, check and restore backups of a server.", no_args_is_help=True)
 
@@ -50,7 +55,7 @@ def create_backup(
     The file contains hashes of API keys and the server's secrets, and with --journals also training
     data. Settings that are secret are left out.
     """
-    from tinkercloud_api.admin.backup import create  # noqa: PLC0415 - takes a while to load
+    from tinkercloud_api.admin.backup import create
 
     if file == _PIPE and as_json:
         fail("--json: with -, standard output is the backup; leave --json out")
@@ -61,6 +66,9 @@ def create_backup(
     where = "standard output" if file == _PIPE else file
     with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
+        # Before the copy, because that has the hashes of all keys.
+        change = Change("backup_create", ["backup", "create", file])
+        record_in_file(source.catalog, change, "started")
         progress = CopyProgress("copied", create.size_of(source))
         manifest = create.create(source, output, workspace, progress)
         progress.finish()
@@ -70,7 +78,7 @@ def create_backup(
 @app.command("verify")
 def verify_backup(file: _ToRead, *, as_json: Json = False) -> None:
     """Check a backup: its checksums, its catalog, and that it has the checkpoints that it lists."""
-    from tinkercloud_api.admin.backup import verify  # noqa: PLC0415 - takes a while to load
+    from tinkercloud_api.admin.backup import verify
 
     with (
         _failures(f"check {file}"),
@@ -103,15 +111,19 @@ def restore_backup(
     The backup is checked before anything changes. A restore that is killed has changed everything
     or nothing: the next server or command that uses the folder completes it.
     """
-    from tinkercloud_api.admin.backup import restore  # noqa: PLC0415 - takes a while to load
+    from tinkercloud_api.admin.backup import restore
 
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
     with _failures(f"restore {file}"), _input(file) as (stream, name):
         where = restore.target(settings, replaces=replace)
+        catalog = where.state_dir / "catalog.db"
+        replaced = newest_in_file(catalog)
         progress = CopyProgress("restored", _size(file))
         manifest = restore.restore(stream, name, where, progress)
         progress.finish()
+        change = Change("backup_restore", ["backup", "restore", file], [f"instead of {replaced}"])
+        record_in_file(catalog, change, "done")
     _report(manifest, f"restored {name} to {where.state_dir}", as_json=as_json, to_stderr=False)
 
 
@@ -129,7 +141,7 @@ def _report(manifest: Any, sentence: str, *, as_json: bool, to_stderr: bool) -> 
         return
     lines = [
         f"{sentence}: {binary_size(manifest.size_bytes)} in {numbers['files']} files of"
-        f" {manifest.created_at.isoformat(timespec='seconds')}, release {manifest.release}",
+        f" {moment(manifest.created_at)}, release {manifest.release}",
         f"checkpoints: {numbers['checkpoints'] if manifest.has_checkpoints else 'not included'}",
         f"journals: {numbers['journals'] if manifest.has_journals else 'not included'}",
     ]
@@ -147,7 +159,8 @@ def _failures(doing: str) -> Iterator[None]:
     Args:
         doing: what is done with files, such as `write FILE`.
     """
-    from tinkercloud_api.catalog.backup import BackupError  # noqa: PLC0415 - takes a while to load
+    from tinkercloud_api.catalog.backup import BackupError
+    from tinkercloud_api.config.state_folder import StateFolderError
 
     try:
         yield

@@ -4,12 +4,10 @@ import dataclasses
 import json
 
 import typer
-from obstore.exceptions import BaseError
 
-from tinkercloud_api.commands.local_catalog import Change, StateDir, change_catalog
-from tinkercloud_api.commands.shared import Json, fail, read_settings
-from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_api.commands.common.local_catalog import Change, StateDir, change_catalog
+from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings
 
 app = typer.Typer(
     help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
@@ -23,15 +21,19 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     Existing entries are kept. API keys, the public flag of checkpoints and the metadata of runs
     cannot be restored, as they are not in the checkpoint store.
     """
-    # These take a while to load, which other commands need not.
-    from tinkercloud_api.admin.catalog_rebuild import rebuild  # noqa: PLC0415
-    from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient  # noqa: PLC0415
+    from obstore.exceptions import BaseError
+
+    from tinkercloud_api.admin.catalog_rebuild import rebuild
+    from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+    from tinkercloud_protocol.heads.object_store import open_store
+    from tinkercloud_protocol.wire.errors import WireError
 
     settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
         change = Change("catalog_rebuild", ["catalog", "rebuild"])
-        rebuilt = change_catalog(state_dir, change, lambda catalog: rebuild(catalog, objects))
+        with waiting(f"reading {settings.checkpoint_url}"):
+            rebuilt = change_catalog(state_dir, change, lambda catalog: rebuild(catalog, objects))
     except (WireError, BaseError) as error:
         fail(f"{settings.checkpoint_url}: {error}")
     if as_json:

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import aiohttp
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
-from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_protocol.wire.paths import CheckpointPath
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, say, show
+from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
     help="List, export, import and delete checkpoints of a running server.", no_args_is_help=True
@@ -24,8 +22,8 @@ app = typer.Typer(
 _COMPLETE = "checkpoint_complete"
 """Empty file at the end of a complete archive."""
 _PART_BYTES = 1 << 20
-_UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size_bytes", "is_received", "expires"]
-_COLUMNS = ["path", "type", "base model", "bytes", "saved", "expires", "public"]
+_UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size", "is_received", "expires"]
+_COLUMNS = ["path", "type", "base model", "size", "saved", "expires", "public"]
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="Path of the checkpoint: tinker://...")
@@ -57,9 +55,9 @@ def _row(checkpoint: dict[str, Any]) -> dict[str, object]:
         "path": checkpoint["tinker_path"],
         "type": checkpoint["checkpoint_type"],
         "base model": checkpoint.get("base_model") or "",
-        "bytes": checkpoint["size_bytes"],
-        "saved": checkpoint["time"],
-        "expires": checkpoint.get("expires_at") or "never",
+        "size": binary_size(checkpoint["size_bytes"]),
+        "saved": moment(checkpoint["time"]),
+        "expires": moment(checkpoint.get("expires_at")) or "never",
         "public": "yes" if checkpoint["public"] else "no",
     }
 
@@ -83,6 +81,8 @@ def export_checkpoint(
     folder: Annotated[Path, typer.Argument(help="Folder to create; it may exist if it is empty.")],
     api_key: ApiKey,
     base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Download the weights of a checkpoint, of an adapter as a PEFT folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -92,22 +92,29 @@ def export_checkpoint(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as temporary:
         archive, unpacked = Path(temporary) / "archive.tar", Path(temporary) / "files"
         asyncio.run(_download(answer["url"], archive))
-        names = _unpack(archive, unpacked)
+        with waiting(f"unpacking {binary_size(archive.stat().st_size)}"):
+            names = _unpack(archive, unpacked)
         folder.mkdir(exist_ok=True)
         for name in names:
             shutil.move(unpacked / name, folder / name)
-            typer.echo(str(folder / name))
+    files = [str(folder / name) for name in names]
+    say("\n".join(files), {"folder": str(folder), "files": files}, as_json=as_json)
 
 
 async def _download(url: str, target: Path) -> None:
+    import aiohttp
+
     limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
     try:
         async with aiohttp.ClientSession(timeout=limits) as client, client.get(url) as response:
             if response.status != 200:
                 fail(f"{response.status}: {(await response.text())[:500]}")
+            progress = CopyProgress("downloaded", response.content_length)
             with target.open("wb") as file:
                 async for part in response.content.iter_chunked(_PART_BYTES):
                     file.write(part)
+                    progress(len(part))
+            progress.finish()
     except (aiohttp.ClientError, TimeoutError) as error:
         fail(f"the download failed ({str(error) or type(error).__name__}); repeat the command")
 
@@ -142,8 +149,11 @@ def import_adapter(
     ttl_seconds: Annotated[
         int | None, typer.Option(help="Seconds until it expires. Default: never.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Import an adapter of Hugging Face PEFT as a training checkpoint, and print its path."""
+    from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_WEIGHTS
+
     fields = {
         "base_model": base_model,
         "adapter_config": _config_of(folder),
@@ -164,7 +174,7 @@ def import_adapter(
         if any(each["upload_id"] == upload["upload_id"] for each in unfinished):
             request("DELETE", base_url, api_key, target)
         raise
-    typer.echo(finished["tinker_path"])
+    say(finished["tinker_path"], finished, as_json=as_json)
 
 
 @app.command("uploads")
@@ -184,10 +194,16 @@ def list_uploads(
     found: list[dict[str, Any]] = request("GET", base_url, api_key, "checkpoints/uploads")[
         "uploads"
     ]
-    show(found, _UPLOAD_COLUMNS, as_json=as_json)
+    rows = [
+        {**each, "size": binary_size(each["size_bytes"]), "expires": moment(each["expires"])}
+        for each in found
+    ]
+    show(found if as_json else rows, _UPLOAD_COLUMNS, as_json=as_json)
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
+    from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+
     for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / file).is_file():
             fail(
@@ -204,6 +220,9 @@ def _config_of(folder: Path) -> dict[str, Any]:
 
 
 def _url_of(path: str) -> str:
+    from tinkercloud_protocol.wire.errors import InvalidRequest
+    from tinkercloud_protocol.wire.paths import CheckpointPath
+
     try:
         parsed = CheckpointPath.parse(path)
     except InvalidRequest as error:

@@ -5,11 +5,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import structlog
 import typer
-import yaml
 
-from tinkercloud_api.commands.shared import Json, fail, read_settings, show
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings, show
 
 if TYPE_CHECKING:
     from tinkercloud_api.cluster_check.findings import Finding
@@ -47,10 +45,11 @@ def check_cluster(
     Uses the cluster of KUBECONFIG with your permissions, and changes nothing. Each result is ok, a
     warning or a problem with its remedy. Exits with status 1 if there is a problem.
     """
-    # Kubernetes' client takes half a second to load, which other commands need not.
-    from tinkercloud_api.cluster_check.findings import Finding, Level  # noqa: PLC0415
-    from tinkercloud_api.cluster_check.values import release_of  # noqa: PLC0415
-    from tinkercloud_kube.errors import KubernetesError  # noqa: PLC0415
+    import structlog
+
+    from tinkercloud_api.cluster_check.findings import Finding, Level
+    from tinkercloud_api.cluster_check.values import release_of
+    from tinkercloud_kube.errors import KubernetesError
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     release = release_of([_read(path) for path in values or []])
@@ -70,10 +69,10 @@ def check_cluster(
 
 
 async def _examine(namespace: str, release: "Release") -> "list[Finding]":
-    from tinkercloud_api.cluster_check.checks import examine  # noqa: PLC0415 - as above
-    from tinkercloud_api.cluster_check.reading import read_facts  # noqa: PLC0415
-    from tinkercloud_kube.client import Client  # noqa: PLC0415
-    from tinkercloud_protocol.heads.releases import this_release  # noqa: PLC0415
+    from tinkercloud_api.cluster_check.checks import examine
+    from tinkercloud_api.cluster_check.reading import read_facts
+    from tinkercloud_kube.client import Client
+    from tinkercloud_protocol.heads.releases import this_release
 
     client = await Client.connect(namespace, _FIELD_MANAGER)
     try:
@@ -91,6 +90,8 @@ def _line(finding: "Finding") -> str:
 
 def _read(path: Path) -> Any:  # noqa: ANN401 - any YAML
     """Return the content of a values file, or exit with an error that names it."""
+    import yaml
+
     try:
         return yaml.safe_load(path.read_text())
     except OSError as error:

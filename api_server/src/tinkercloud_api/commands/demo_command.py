@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from tinkercloud_api.commands.local_catalog import StateDir
-from tinkercloud_api.commands.shared import BaseUrl, fail, read_settings, server_url
+from tinkercloud_api.commands.common.local_catalog import StateDir
+from tinkercloud_api.commands.common.shared import BaseUrl, fail, read_settings, server_url
 
 _NEEDED = ("tinkercloud", "tinker", "matplotlib")
 """Modules that `tinkercloud[demo]` installs."""

@@ -4,10 +4,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Annotated
 
-import structlog
 import typer
 
-from tinkercloud_api.commands.shared import fail, read_settings
+from tinkercloud_api.commands.common.shared import fail, read_settings
 
 if TYPE_CHECKING:
     from tinkercloud_api.admin.draining import Progress
@@ -40,9 +39,10 @@ def drain_node(
 
     Uses the cluster of KUBECONFIG. Exits with status 1 if sessions remain on the node.
     """
-    # Kubernetes' client takes half a second to load, which other commands need not.
-    from tinkercloud_api.admin.draining import CannotDrain  # noqa: PLC0415
-    from tinkercloud_kube.errors import KubernetesError  # noqa: PLC0415
+    import structlog
+
+    from tinkercloud_api.admin.draining import CannotDrain
+    from tinkercloud_kube.errors import KubernetesError
 
     where = namespace or read_settings().namespace
     # The informers' log would appear among the progress.
@@ -61,8 +61,8 @@ def drain_node(
 async def _run(
     node: str, namespace: str, seconds: int, left: dict[str, "Progress"], *, cordons: bool
 ) -> None:
-    from tinkercloud_api.admin.draining import cordon, drain  # noqa: PLC0415 - as above
-    from tinkercloud_kube.client import Client  # noqa: PLC0415
+    from tinkercloud_api.admin.draining import cordon, drain
+    from tinkercloud_kube.client import Client
 
     cluster = await Client.connect(namespace, _FIELD_MANAGER)
     try:

@@ -6,7 +6,17 @@ from typing import Annotated, Any
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    Watch,
+    fail,
+    request,
+    say,
+    show,
+    watch,
+)
 
 app = typer.Typer(help="Manage the programs of a running server.", no_args_is_help=True)
 
@@ -44,7 +54,7 @@ def run_program(
     }
     sent = {name: value for name, value in body.items() if value is not None}
     answer = request("POST", base_url, api_key, "programs", sent)
-    typer.echo(json.dumps(answer) if as_json else answer["program_id"])
+    say(answer["program_id"], answer, as_json=as_json)
 
 
 @app.command("rlve")
@@ -67,7 +77,7 @@ def run_rlve(
     rlve = {"enabled": True, "environment_list": environment} | fields
     body = {"model_id": model_id, "rlve_config": rlve}
     answer = request("POST", base_url, api_key, "programs", body)
-    typer.echo(json.dumps(answer) if as_json else answer["program_id"])
+    say(answer["program_id"], answer, as_json=as_json)
 
 
 @app.command("list")
@@ -80,15 +90,18 @@ def list_programs(
         bool, typer.Option("--all", help="List the programs of all owners (admins only).")
     ] = False,
     as_json: Json = False,
+    again: Watch = False,
 ) -> None:
     """List programs, newest first, with their phase and progress."""
     scope = "accessible" if everybody else "owned"
-    answer = request("GET", base_url, api_key, f"programs?limit={limit}&access_scope={scope}")
-    if as_json:
-        typer.echo(json.dumps(answer["programs"]))
-        return
+    path = f"programs?limit={limit}&access_scope={scope}"
     columns = ["program", "name", "owner", "phase", "restarts", "step", "reward", "difficulty"]
-    show([_row(program) for program in answer["programs"]], columns, as_json=False)
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, path)["programs"]
+        show(found if as_json else list(map(_row, found)), columns, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 def _row(program: dict[str, Any]) -> dict[str, str]:
@@ -109,21 +122,36 @@ def _row(program: dict[str, Any]) -> dict[str, str]:
 
 
 @app.command("show")
-def show_program(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
-    """Show everything about a program, as JSON."""
-    answer = request("GET", base_url, api_key, f"programs/{program}")
-    typer.echo(json.dumps(answer, indent=2))
+def show_program(
+    program: str,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
+    again: Watch = False,
+) -> None:
+    """Show everything about a program, as JSON; --json prints it on one line."""
+
+    def draw() -> None:
+        answer = request("GET", base_url, api_key, f"programs/{program}")
+        say(json.dumps(answer, indent=2), answer, as_json=as_json)
+
+    watch(draw, again=again)
 
 
 @app.command("logs")
-def show_logs(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+def show_logs(
+    program: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
     """Print the newest output of a program."""
     answer = request("GET", base_url, api_key, f"programs/{program}/logs")
-    typer.echo(answer["text"], nl=False)
+    typer.echo(json.dumps(answer) if as_json else answer["text"], nl=as_json)
 
 
 @app.command("stop")
-def stop_program(program: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+def stop_program(
+    program: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
     """Stop a program. Its checkpoints are kept."""
     answer = request("POST", base_url, api_key, f"programs/{program}/stop")
-    typer.echo(f"{answer['program_id']}: {answer['phase']}")
+    say(f"{answer['program_id']}: {answer['phase']}", answer, as_json=as_json)

@@ -6,7 +6,8 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, say, show
+from tinkercloud_api.config.readable import moment
 
 app = typer.Typer(
     help="Manage the projects of a running server, and their members.", no_args_is_help=True
@@ -33,10 +34,13 @@ def create_project(
         str | None,
         typer.Option("--id", help="Id of the project. Default: generated.", show_default=False),
     ] = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Create a project and print its id, which clients use as TINKER_PROJECT_ID."""
     body = {"name": name} | ({"project_id": project_id} if project_id is not None else {})
-    typer.echo(request("POST", base_url, api_key, "projects", body)["project_id"])
+    made = request("POST", base_url, api_key, "projects", body)
+    say(made["project_id"], made, as_json=as_json)
 
 
 @app.command("list")
@@ -52,7 +56,10 @@ def list_projects(
     """List your projects, newest first."""
     scope = "accessible" if everybody else "owned"
     answer = request("GET", base_url, api_key, f"projects?limit=1000&access_scope={scope}")
-    rows = [{**each, "role": each["role"] or ""} for each in answer["projects"]]
+    rows = [
+        {**each, "role": each["role"] or "", "created_at": moment(each["created_at"])}
+        for each in answer["projects"]
+    ]
     show(rows, ["project_id", "role", "created_by", "created_at", "name"], as_json=as_json)
 
 

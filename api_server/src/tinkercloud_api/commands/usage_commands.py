@@ -1,13 +1,19 @@
 """`tinkercloud usage`: what the owners of a running server have used."""
 
+import csv
 import json
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import count
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.config.readable import binary_size, moment
 
 
 class By(StrEnum):
@@ -19,12 +25,32 @@ class By(StrEnum):
     PROJECT = "project"
 
 
+_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
+_PAGE = 1000
+"""Rows of a request with --csv, which are all in the end."""
 _AMOUNTS = {
     "trained": "trained_tokens",
     "forward": "forward_tokens",
     "prefill": "prefill_tokens",
     "cached": "cached_tokens",
     "sampled": "sampled_tokens",
+}
+
+
+_OF_MONTH = (
+    *("owner", "project_id", "base_model", "train_tokens", "prefill_tokens", "cached_tokens"),
+    *("sampled_tokens", "storage_gib_months", "cost"),
+)
+_MONTH_COLUMNS = {
+    "owner": "owner",
+    "project": "project_id",
+    "trained": "train_tokens",
+    "prefill": "prefill_tokens",
+    "cached": "cached_tokens",
+    "sampled": "sampled_tokens",
+    "GiB-months": "storage_gib_months",
+    "cost": "cost",
+    "base model": "base_model",
 }
 
 
@@ -39,22 +65,62 @@ def show_usage(
     everybody: Annotated[
         bool, typer.Option("--all", help="List the usage of all owners (admins only).")
     ] = False,
+    since: Annotated[
+        datetime | None,
+        typer.Option(formats=_FORMATS, help="Only from this hour on, in UTC.", show_default=False),
+    ] = None,
+    until: Annotated[
+        datetime | None,
+        typer.Option(formats=_FORMATS, help="Only before this time, in UTC.", show_default=False),
+    ] = None,
     limit: Annotated[int, typer.Option(help="Maximum number of rows to list.")] = 100,
+    month: Annotated[
+        str | None,
+        typer.Option(
+            metavar="YYYY-MM",
+            help="Sum up this month (UTC) by owner, project and base model, with its cost.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
+    as_csv: Annotated[
+        bool, typer.Option("--csv", help="Print all rows as CSV, without storage and limits.")
+    ] = False,
 ) -> None:
     """List the tokens and the time of the engine that were used, the storage, and the limits."""
+    if as_csv and as_json:
+        fail("--csv, --json: choose one of them")
+    if month is not None:
+        scope = "accessible" if everybody else "owned"
+        asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
+        _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
+        return
     query = {"by": str(by), "limit": limit, "access_scope": "accessible" if everybody else "owned"}
+    times = {"since": since, "until": until}
+    query |= {name: moment(t.replace(tzinfo=UTC)) for name, t in times.items() if t is not None}
     if owner is not None:
         query["owner"] = owner
+    if as_csv:
+        _print_csv(base_url, api_key, query)
+        return
     answer = request("GET", base_url, api_key, f"usage?{urlencode(query)}")
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    what = str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)"
+    _print(answer, str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)")
+
+
+def _print(answer: dict[str, Any], what: str) -> None:
+    """Print usage, storage and limits as tables.
+
+    Args:
+        answer: the answer of the server.
+        what: the first column of the usage.
+    """
     columns = [what, "owner", *_AMOUNTS, "engine", "base model"]
     show([_row(each, what) for each in answer["usage"]], columns, as_json=False)
     storage = [
-        {"owner": s["owner"], "checkpoints": s["checkpoints"], "size": _megabytes(s["size_bytes"])}
+        {"owner": s["owner"], "checkpoints": s["checkpoints"], "size": binary_size(s["size_bytes"])}
         for s in answer["storage"]
     ]
     show(storage, ["owner", "checkpoints", "size"], as_json=False)
@@ -70,9 +136,8 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
         "model": usage["model_id"] or "(base model)",
         "project": usage["project_id"] or "(none)",
     }
-    period = usage["starts_at"].removesuffix("Z").replace("T", " ")
     return {
-        what: firsts.get(what, period),
+        what: firsts.get(what, moment(usage["starts_at"])),
         "owner": usage["owner"],
         **{column: str(usage[name]) for column, name in _AMOUNTS.items()},
         "engine": f"{usage['engine_seconds']:.1f} s",
@@ -81,9 +146,55 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
 
 
 def _limit(limit: dict[str, Any]) -> dict[str, str]:
-    used = "-" if limit["used"] is None else str(limit["used"])
-    return {"limit": limit["name"], "used": used, "allowed": str(limit["limit"])}
+    readable = binary_size if limit["name"].endswith("Bytes") else str
+    used = "-" if limit["used"] is None else readable(limit["used"])
+    return {"limit": limit["name"], "used": used, "allowed": readable(limit["limit"])}
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.1f} MB"
+def _print_csv(base_url: str | None, api_key: str, query: Mapping[str, object]) -> None:
+    """Print all rows of a query, with the fields of the API as columns."""
+    names = ["starts_at", "ends_at", "owner", "project_id", "base_model", "model_id"]
+    columns = [*names, *_AMOUNTS.values(), "engine_seconds"]
+    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
+    for offset in count(step=_PAGE):
+        page = urlencode({**query, "limit": _PAGE, "offset": offset})
+        rows = request("GET", base_url, api_key, f"usage?{page}")["usage"]
+        if offset == 0:
+            writer.writeheader()
+        writer.writerows(rows)
+        if len(rows) < _PAGE:
+            return
+
+
+def _show_month(
+    query: dict[str, str], base_url: str | None, api_key: str, *, as_json: bool, as_csv: bool
+) -> None:
+    """Print the usage of a month.
+
+    Args:
+        query: `month`, such as 2026-11, and whose usage.
+        base_url: URL of the server; None means the running server of this machine.
+        api_key: the caller's key.
+        as_json: whether to print the answer of the server.
+        as_csv: whether to print CSV.
+    """
+    answer = request("GET", base_url, api_key, f"usage/month?{urlencode(query)}")
+    rows: list[dict[str, Any]] = answer["usage"]
+    if as_json:
+        typer.echo(json.dumps(answer))
+    elif as_csv:
+        writer = csv.writer(sys.stdout)
+        writer.writerow([*_OF_MONTH, "currency"])
+        writer.writerows([*(row[name] for name in _OF_MONTH), answer["currency"]] for row in rows)
+    else:
+        texts = [
+            {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
+        ]
+        show(texts, list(_MONTH_COLUMNS), as_json=False)
+        typer.echo(f"total: {answer['total']:.2f} {answer['currency']}")
+        if any(row["cost"] is None for row in rows):
+            typer.echo("-: no price in the setting `prices` of the server")
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else str(value)

@@ -1,20 +1,22 @@
 """`tinkercloud users`: the owners in this machine's catalog, and what their keys may do."""
 
-from typing import Annotated, Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tinkercloud_api.access.auth import Role
-from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.commands.local_catalog import (
+from tinkercloud_api.access.roles import Role
+from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
-    moment_of,
     with_catalog,
 )
-from tinkercloud_api.commands.shared import Json, fail, show
+from tinkercloud_api.commands.common.shared import Json, fail, show
+from tinkercloud_api.config.readable import moment
+
+if TYPE_CHECKING:
+    from tinkercloud_api.catalog.store import Catalog
 
 app = typer.Typer(help="Manage the owners of keys in this machine's catalog.", no_args_is_help=True)
 
@@ -32,10 +34,10 @@ def list_users(state_dir: StateDir = None, *, as_json: Json = False) -> None:
             "keys": user.keys,
             "projects": user.projects,
             "login": "OpenID" if user.is_linked else "",
-            "last used": moment_of(user.last_used_at),
-            "disabled": moment_of(user.disabled_at),
+            "last used": moment(user.last_used_at),
+            "disabled": moment(user.disabled_at),
         }
-        for user in with_catalog(state_dir, Catalog.users)
+        for user in with_catalog(state_dir, lambda catalog: catalog.users())
     ]
     columns = ["name", "role", "state", "keys", "projects", "login", "last used"]
     show(rows, columns, as_json=as_json)
@@ -54,7 +56,8 @@ def create_user(
     state_dir: StateDir = None,
 ) -> None:
     """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
-    change = Change("user_create", ["users", "create", name, "--role", role or "none"])
+    arguments = ["users", "create", name, "--role", role or "none"]
+    change = Change("user_create", arguments, [f"user {name}"])
     if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:
         fail(f"{name!r} has an entry already; see `tinkercloud users show {name}`")
 
@@ -63,7 +66,7 @@ def create_user(
 def show_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Show an owner's keys, their last use, and the owner's projects."""
 
-    async def read(catalog: Catalog) -> dict[str, Any] | None:
+    async def read(catalog: "Catalog") -> dict[str, Any] | None:
         found = [user for user in await catalog.users() if user.name == name]
         if not found:
             return None
@@ -80,9 +83,9 @@ def show_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) 
             "id": key.id,
             "name": key.name,
             "role": key.role,
-            "created": moment_of(key.created_at),
-            "last used": moment_of(key.last_used_at),
-            "ends": moment_of(key.revoked_at or key.expires_at),
+            "created": moment(key.created_at),
+            "last used": moment(key.last_used_at),
+            "ends": moment(key.revoked_at or key.expires_at),
         }
         for key in found["keys"]
     ]
@@ -100,7 +103,7 @@ def show_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) 
     ]
     if not as_json:
         typer.echo(f"role: {user.role or 'that of each key'}")
-        typer.echo(f"disabled: {moment_of(user.disabled_at) or 'no'}")
+        typer.echo(f"disabled: {moment(user.disabled_at) or 'no'}")
         typer.echo(f"OpenID login: {'yes' if user.is_linked else 'no'}")
     show(rows, ["kind", "id", "name", "role", "created", "last used", "ends"], as_json=as_json)
 
@@ -121,7 +124,7 @@ def set_role(
     if role not in {*Role, "none"}:
         fail(f"role: expected one of {', '.join(Role)} or none, got {role!r}")
     limit = None if role == "none" else role
-    change = Change("user_role_set", ["users", "set-role", name, role])
+    change = Change("user_role_set", ["users", "set-role", name, role], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
         fail(_unknown(name))
 
@@ -129,15 +132,17 @@ def set_role(
 @app.command("disable")
 def disable_user(name: Name, state_dir: StateDir = None) -> None:
     """Refuse all keys of an owner from now on, on all servers. Its runs and checkpoints stay."""
-    change = Change("user_disable", ["users", "disable", name])
-    if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, now())):
+    change = Change("user_disable", ["users", "disable", name], [f"user {name}"])
+    if not change_catalog(
+        state_dir, change, lambda catalog: catalog.set_disabled(name, datetime.now(UTC))
+    ):
         fail(_unknown(name))
 
 
 @app.command("enable")
 def enable_user(name: Name, state_dir: StateDir = None) -> None:
     """Accept the keys of a disabled owner again."""
-    change = Change("user_enable", ["users", "enable", name])
+    change = Change("user_enable", ["users", "enable", name], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
         fail(_unknown(name))
 

@@ -95,3 +95,5 @@ def configure(settings: Settings) -> None:
     http_server.addFilter(WarningRateLimit())
     for verbose in ("aiosqlite", "alembic", "asyncio", "uvicorn.access"):
         logging.getLogger(verbose).setLevel(logging.WARNING)
+    # It logs each attempt of a request; errors of downloads sum them up.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

@@ -31,6 +31,7 @@ from sqlalchemy.exc import ArgumentError
 
 from tinkercloud_api.config.download_settings import DownloadSettings, PublicUrl
 from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.price_settings import PriceSettings
 from tinkercloud_api.config.program_settings import ProgramSettings
 from tinkercloud_api.config.tenant_settings import TenantSettings
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
@@ -223,6 +224,8 @@ class Settings(BaseSettings):
     oidc: OidcSettings | None = None
     """Login with an OpenID provider at `/login`, which issues API keys. Default: no login. Fields:
     `issuer`, `client_id` and others of the section Login in docs/operate/users.md."""
+    prices: PriceSettings = PriceSettings()
+    """What tokens and storage cost, for `tinkercloud usage --month`."""
     tenants: dict[str, TenantSettings] = Field(
         default_factory=dict, examples=[{"research": {"owners": ["ada"], "limits": {"models": 4}}}]
     )
@@ -502,10 +505,22 @@ def _unknown(path: str) -> str:
 
 def _nearest(path: str) -> str | None:
     """Return the setting whose name is most like an unknown one; None if there is none like it."""
-    group, dot, _ = path.rpartition(".")
-    table = _table_of(_field(group)) if group else Settings
-    names = [f"{group}{dot}{name}" for name in (table.model_fields if table else ())]
-    return next(iter(difflib.get_close_matches(path, names, 1)), None)
+    paths = list(_paths(Settings))
+    # Some write one underscore where two belong, or leave the table out.
+    plain = path.replace(".", "_")
+    alike = {each.replace(".", "_"): each for each in paths}
+    alike |= {each.rpartition(".")[2]: each for each in paths}
+    if plain in alike:
+        return alike[plain]
+    return next(iter(difflib.get_close_matches(path, paths, 1)), None)
+
+
+def _paths(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Yield the names of all settings of a table, such as `limits.max_lora_rank`."""
+    for name, field in table.model_fields.items():
+        yield f"{prefix}{name}"
+        if (inner := _table_of(field)) is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
 
 
 def _json_errors() -> Iterator[str]:

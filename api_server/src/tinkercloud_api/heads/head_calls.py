@@ -9,6 +9,9 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavaila
 HEAD_CALL_SECONDS = 30.0
 """Timeout of a call that does not compute."""
 
+_REJECTIONS = {400: InvalidRequest, 410: StateLost, 503: Unavailable}
+"""Errors of heads that have a message for the client."""
+
 
 class HeadCalls:
     """Idempotent calls to any head. Belongs to one event loop."""
@@ -26,6 +29,16 @@ class HeadCalls:
             StateLost: it lost the object's state.
         """
         await self._call("PUT", endpoint, path, body, seconds)
+
+    async def post(self, endpoint: HeadEndpoint, path: str, body: str, seconds: float) -> bytes:
+        """Send a request and return the response.
+
+        Raises:
+            Unavailable: the head did not respond, or can't do it now.
+            InvalidRequest: it rejects the request.
+            StateLost: it lost the state.
+        """
+        return await self._call("POST", endpoint, path, body, seconds)
 
     async def delete(
         self, endpoint: HeadEndpoint, path: str, unresponsive: set[HeadEndpoint]
@@ -45,7 +58,7 @@ class HeadCalls:
 
     async def _call(
         self, method: str, endpoint: HeadEndpoint, path: str, body: str | None, seconds: float
-    ) -> None:
+    ) -> bytes:
         try:
             async with self._client.request(
                 method,
@@ -59,10 +72,11 @@ class HeadCalls:
             ) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     self._provider.invalidate(endpoint)
-                rejection = {400: InvalidRequest, 410: StateLost}.get(response.status)
+                rejection = _REJECTIONS.get(response.status)
                 if rejection is not None:
                     raise rejection(str((await response.json())["detail"]))
                 response.raise_for_status()
+                return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unavailable(
                 f"the session head did not respond ({str(error) or type(error).__name__}); send"

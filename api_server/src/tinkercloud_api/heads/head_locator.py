@@ -61,11 +61,12 @@ class HeadLocator:
         self._catalog = catalog
         self._checkpoints = checkpoints
         self._provider = provider
-        self._calls = HeadCalls(provider, client)
+        self.calls = HeadCalls(provider, client)
+        """Calls to the heads that are found."""
         self._admission = admission
         self.known = KnownRuns(catalog)
         self.deleted = DeletedRuns(
-            self.known, catalog, checkpoints, provider, self._calls, admission
+            self.known, catalog, checkpoints, provider, self.calls, admission
         )
         self._registered: set[tuple[str, str]] = set()
         """Generations of heads, with the sampling sessions that were registered with them."""
@@ -166,7 +167,7 @@ class HeadLocator:
         spec = run.spec.model_copy(update={"resume_generation": lost})
         body, path = spec.model_dump_json(exclude_defaults=True), f"{routes.HEAD_MODELS}/{run_id}"
         try:
-            await self._calls.put(endpoint, path, body, _RESUME_SECONDS)
+            await self.calls.put(endpoint, path, body, _RESUME_SECONDS)
         except StateLost:
             if lost is not None and knows_more:
                 # Its error names the checkpoint to resume from.
@@ -236,7 +237,7 @@ class HeadLocator:
         if (endpoint.generation, sampler_id) not in self._registered:
             path = f"{routes.HEAD_SAMPLERS}/{sampler_id}"
             body = sampler.spec.model_dump_json(exclude_defaults=True)
-            await self._calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
+            await self.calls.put(endpoint, path, body, HEAD_CALL_SECONDS)
             self._registered.add((endpoint.generation, sampler_id))
         return endpoint
 
@@ -288,7 +289,7 @@ class HeadLocator:
             return
         try:
             await self._provider.confirm(run.placement)
-            await self._calls.delete(endpoint, f"{routes.HEAD_MOVE_MODEL}/{run_id}", set())
+            await self.calls.delete(endpoint, f"{routes.HEAD_MOVE_MODEL}/{run_id}", set())
         except Unavailable as error:
             log.info("a run is refused by its head", run_id=run_id, reason=error.message)
         else:

@@ -25,7 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 from starlette.responses import RedirectResponse
 
-from tinkercloud_api.access.auth import Role, hash_key, least, new_key
+from tinkercloud_api.access.auth import hash_key, least, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.user_rows import Login
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog

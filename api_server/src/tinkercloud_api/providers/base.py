@@ -147,6 +147,13 @@ class SessionProvider(Protocol):
     def pending(self, placement: Placement) -> Pending:
         """Return why `acquire` has not returned yet."""
 
+    def state_of(self, model: ServedModel) -> str | None:
+        """Return whether a model is ready, is loading or has failed, and why or how far.
+
+        None if that differs between runs.
+        """
+        return None
+
     def shared_heads(self) -> list[HeadEndpoint]:
         """Return the running heads that are shared by many runs, whose idle models are suspended.
 

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from tinkercloud_api.config.readable import binary_size
+
 
 def weight_bytes(folder: Path) -> int:
     """Return the size of the weight files of a model that a head loads."""
@@ -22,14 +24,16 @@ def resident_bytes(pid: int) -> int | None:
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def describe(seconds: float, pid: int | None, num_bytes: int) -> str:
+def describe(seconds: float, pid: int | None, num_bytes: int, doing: str | None) -> str:
     """Describe a head that has been loading for some seconds.
 
     Args:
         seconds: time since its start.
         pid: its process, if there is one.
         num_bytes: size of the model's weights.
+        doing: what it has logged about its progress; None if its process is only starting.
     """
     memory = resident_bytes(pid) if pid is not None else None
-    has = f", {memory / 1e9:.1f} GB in memory" if memory is not None else ""
-    return f"for {seconds:.0f} s{has}; its weights have {num_bytes / 1e9:.1f} GB"
+    has = f"; {binary_size(memory)} in memory" if memory is not None else ""
+    weights = f"its weights have {binary_size(num_bytes)}"
+    return f"for {seconds:.0f} s, {doing or 'starting its process'}{has}; {weights}"

@@ -9,9 +9,11 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.routes.account.session_usage import LIVE
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.responses.listings import ServerHealth
 from tinkercloud_protocol.wire.errors import Unavailable
 
@@ -24,27 +26,28 @@ async def live() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/healthz")
-@router.get("/api/v1/healthz")
+@router.get("/healthz", responses=statuses("503"))
+@router.get("/api/v1/healthz", responses=statuses("503"))
 async def healthy(server: Server) -> JSONResponse:
     """Return 200 if nothing fails, otherwise 503 with the reason."""
     return await _checked("ok", server)
 
 
-@router.get("/readyz")
+@router.get("/readyz", responses=statuses("503"))
 async def ready(server: Server) -> dict[str, str]:
     """Return 200 if the server should receive requests, otherwise 503 with the reason."""
     await server.catalog.ping()
     return {"status": "ok"}
 
 
-@router.get("/health")
+@router.get("/health", responses=statuses("503"))
 async def health(server: Server) -> JSONResponse:
     """Return the same with the status `healthy`, as other servers of this API do."""
     return await _checked("healthy", server)
 
 
 @router.get("/api/v1/health")
+@names_no_object
 async def health_of_caller(server: Server, caller: Caller) -> ServerHealth:
     """Count the models in memory and the active sessions that the caller can see."""
     await server.catalog.ping()

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 
 import structlog
 
-from tinkercloud_api.access.auth import Authenticator, Principal, Role, hash_key, new_key
+from tinkercloud_api.access.auth import Authenticator, Principal, hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Program
@@ -290,8 +291,9 @@ class Programs:
         Raises:
             NotFound: it does not exist for this caller.
         """
-        found = await self._records.program(program_id)
-        return caller.require(found, f"program {program_id!r}")
+        found = caller.require(await self._records.program(program_id), f"program {program_id!r}")
+        caller.named_objects.add(program_id)
+        return found
 
     async def halt(self, program_id: str, caller: Principal) -> ProgramInfo:
         """Stop a program. Idempotent: a program that has ended stays as it is.

@@ -1,1 +1,1 @@
-"""The running API server: its application, its hot paths, and its process."""
+"""The running API server: its application, its route table, and its process."""

@@ -6,7 +6,7 @@
 /traces/...              routes.sessions.traces: traces of sessions, by signed URLs
 /downloads/...           routes.checkpoints.download_routes: files of checkpoints, by signed URLs
 /healthz /readyz /livez  routes.health
-/openapi.json            web.openapi: the API description
+/openapi.json            serve.openapi: the API description
 /metrics                 web.middleware.metrics_server, on a port of its own
 """
 
@@ -22,11 +22,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.access.auth import Authenticator, Role, hash_key
+from tinkercloud_api.access.auth import Authenticator, hash_key
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.runs.admission import RunQuotas
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
@@ -47,6 +49,7 @@ from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.heads.run_states import RunStates
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.login import login_pages
 from tinkercloud_api.providers.base import SessionProvider
@@ -74,6 +77,7 @@ from tinkercloud_api.routes.models import hub_mirror, model_routes, tokenizers
 from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
 from tinkercloud_api.routes.sessions import (
     program_routes,
+    run_state_routes,
     session_routes,
     session_search_routes,
     traces,
@@ -81,11 +85,12 @@ from tinkercloud_api.routes.sessions import (
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
+from tinkercloud_api.runs.run_control import Runs
 from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
 from tinkercloud_api.serve import assembly
-from tinkercloud_api.serve.hot_routes import HOT_ROUTES
+from tinkercloud_api.serve.openapi import describe
 from tinkercloud_api.serve.route_table import Row, table
 from tinkercloud_api.transfers.copies import Copies
 from tinkercloud_api.transfers.downloads import Downloads
@@ -94,7 +99,6 @@ from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web import error_handlers
 from tinkercloud_api.web.long_polls import LongPolls
 from tinkercloud_api.web.middleware import metrics_server
-from tinkercloud_api.web.openapi import describe
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.future_responses import QueueState
@@ -108,7 +112,7 @@ _ROUTED = (
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
-    *(run_routes, program_routes, key_routes, health, hub_mirror),
+    *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
 )
 """Modules with the routes that FastAPI serves."""
 _SIGNING_KEY = "download URLs"
@@ -137,9 +141,6 @@ class Application:
             redoc_url=None,
             redirect_slashes=False,
         )
-        hot = [(each.method, each.path, each.summary) for each in HOT_ROUTES if each.summary]
-        # As FastAPI documents it.
-        api.openapi = partial(describe, api, hot)  # type: ignore[method-assign]
         for module in _ROUTED:
             api.include_router(module.router)
         if settings.oidc is not None:
@@ -147,6 +148,8 @@ class Application:
         error_handlers.install(api)
         self.route_table: list[Row] = table(api.routes)
         """All routes of the server."""
+        # As FastAPI documents it.
+        api.openapi = partial(describe, api, self.route_table)  # type: ignore[method-assign]
         outside = assembly.Outside(settings, self._running, api.routes)
         self._asgi: ASGIApp = api
         for layer in reversed(assembly.MIDDLEWARE):
@@ -185,9 +188,9 @@ async def running_context(
         provider: starts session heads.
         own_url: URL of the server for programs.
     """
-    engine, catalog = await _open_catalog(settings)
+    engine, catalog, audit_log = await _open_catalog(settings)
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
-    store, activity = open_store(settings.checkpoint_url), Activity(catalog)
+    store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
@@ -196,7 +199,7 @@ async def running_context(
     programs = _programs(
         settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
-    proxy = Proxy(client)
+    shared_heads = _shared_heads(settings, catalog, provider, activity, client)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
@@ -207,10 +210,11 @@ async def running_context(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
+        runs=Runs(RunStates(locator, checkpoints, provider, shared_heads), training_runs),
         proxy=proxy,
         deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
         activity=activity,
-        shared_heads=_shared_heads(settings, catalog, provider, activity, client),
+        shared_heads=shared_heads,
         long_polls=LongPolls(),
         programs=programs,
         stored_runs=stored_runs,
@@ -224,26 +228,26 @@ async def running_context(
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),
-        auditing=Auditing(AuditLog(engine), settings.audit_days),
+        auditing=Auditing(audit_log, settings.audit_days),
         tenants=tenants,
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
-    server = assembly.Server(context, admission, started_at=now())
     try:
-        async with assembly.running(server):
+        async with assembly.running(assembly.Server(context, admission, started_at=now())):
             yield context
     finally:
         await client.close()
         await catalog.close()
 
 
-async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog]:
+async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog, AuditLog]:
     engine = open_database(settings.catalog_url)
     await migrate(engine)
-    catalog = Catalog(engine)
-    await register_bootstrap_key(catalog, settings)
-    return engine, catalog
+    catalog, audit_log = Catalog(engine), AuditLog(engine)
+    await server_acts.record_settings(audit_log, settings)
+    await register_bootstrap_key(catalog, audit_log, settings)
+    return engine, catalog, audit_log
 
 
 def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:
@@ -330,7 +334,7 @@ def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRun
     return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
 
 
-async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
+async def register_bootstrap_key(catalog: Catalog, audit_log: AuditLog, settings: Settings) -> None:
     """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
     if settings.bootstrap_key is None:
         return
@@ -341,12 +345,18 @@ async def register_bootstrap_key(catalog: Catalog, settings: Settings) -> None:
             " clients can use it",
             accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
         )
+    known = await catalog.key(hash_key(key))
+    entry = None
+    if known is None or not known.is_bootstrap:
+        entry = await server_acts.begin_key(audit_log, "setting bootstrap_key")
     row, replaced = await catalog.add_bootstrap_key(
         key_hash=hash_key(key),
         name="bootstrap",
         owner="bootstrap",
         role=Role.ADMIN,
     )
+    if entry is not None:
+        await server_acts.finish_key(audit_log, entry, row, list(replaced))
     if not row.is_valid(now()):
         log.warning(
             "the configured bootstrap key was revoked or has expired and stays rejected; configure"

@@ -27,6 +27,7 @@ from tinkercloud_api.web.middleware import (
     MetricsMiddleware,
     RequestIdMiddleware,
 )
+from tinkercloud_protocol.heads.usage_reports import hour_of
 from tinkercloud_protocol.wire.errors import WireError
 
 log = structlog.get_logger(__name__)
@@ -103,6 +104,7 @@ HOUSEKEEPING = (
     Step("report lost runs", lambda s: s.context.locator.report_lost()),
     Step("release ended sessions", lambda s: s.context.locator.deleted.release_leftovers(now())),
     Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
+    Step("measure storage", lambda s: s.context.billing.measure(hour_of(now()) // 24)),
 )
 """Periodic steps, every `Settings.housekeeping_seconds`, one after another."""
 CARE_FOR_HEADS = (

@@ -12,6 +12,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
@@ -19,7 +20,7 @@ from tinkercloud_api.routes.models import chat_routes
 from tinkercloud_api.routes.requests.call import Call, Handler
 from tinkercloud_api.routes.requests.rejections import reject_in_sequence, reject_unknown_call
 from tinkercloud_api.serve.hot_routes import BATCH, EXACT_PATHS, HotRoute, routes_at
-from tinkercloud_api.serve.route_table import Authentication, authentication_of
+from tinkercloud_api.serve.route_table import Authentication, Effects, authentication_of, table
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_api.web.asgi_http import (
     DISCARD,
@@ -60,6 +61,7 @@ class HotPaths:
         self._server = server
         self._routed = routed
         self._throttle = Throttle()
+        self._effects = Effects(table(routed))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
@@ -81,9 +83,10 @@ class HotPaths:
         receive, send = drain_body(scope, receive, send, discard)
         if principal is not None:
             try:
-                principal = principal.requesting(scope["method"], scope["path"])
+                effect = self._effects.of(scope["method"], scope["path"])
+                principal = principal.requesting(scope["method"], scope["path"], effect)
                 scope["principal"] = principal
-                send = await self._server().auditing.recorded(principal, scope, send)
+                send = await self._server().auditing.recorded(effect, principal, scope, send)
             except WireError as error:
                 await _respond_error(scope, send, error)
                 return
@@ -153,7 +156,7 @@ class HotPaths:
 
 def _rejecting(scope: Scope, handler: Handler) -> HotRoute:
     """Return the route of a request that is rejected; its body may name a place in an order."""
-    return HotRoute(scope["method"], scope["path"], BATCH, handler)
+    return HotRoute(scope["method"], scope["path"], BATCH, WORKS, handler)
 
 
 async def _reject_method(call: Call, allowed: Collection[str]) -> None:

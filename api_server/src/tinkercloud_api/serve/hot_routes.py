@@ -6,6 +6,9 @@ A dictionary finds most of them. `route_table` lists them with those of FastAPI.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel
+
+from tinkercloud_api.access.effects import READS, WORKS, Effect, changes
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
@@ -18,6 +21,20 @@ from tinkercloud_api.routes.requests import (
 from tinkercloud_api.routes.requests.call import SMALL_BODY_BYTES, Handler
 from tinkercloud_api.transfers import upload_urls
 from tinkercloud_api.transfers.imports import MAX_CONFIG_BYTES
+from tinkercloud_protocol.requests.sampling_requests import (
+    CancelFutureRequest,
+    NamedWeights,
+    RetrieveFutureRequest,
+    SampleRequest,
+)
+from tinkercloud_protocol.requests.training_requests import (
+    AttachModelRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import recorded_paths, routes
 
@@ -52,11 +69,20 @@ class HotRoute:
     path: str
     """The path; with fields in braces if it is a pattern."""
     limit: BodyLimit
+    effect: Effect
     handler: Handler
     summary: str | None = None
     """In the OpenAPI document; None: it is not in there."""
     matches: Callable[[str], bool] | None = None
     """Whether a path fits the pattern; None if `path` is no pattern."""
+    body: type[BaseModel] | None = None
+    """The body, if it is neither a batch nor that of a chat client."""
+    takes_key: bool = False
+    """Whether `X-Idempotency-Key` identifies a request without a number."""
+
+
+class SampleOfWeights(SampleRequest, NamedWeights):
+    """POST asample and sample: `sampling_session_id`, or one of the fields that name weights."""
 
 
 def _below(prefix: str) -> Callable[[str], bool]:
@@ -79,78 +105,121 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "POST",
         routes.FORWARD_BACKWARD,
         BATCH,
+        WORKS,
         training_routes.forward_backward,
         "Compute losses and accumulate gradients",
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.FORWARD,
         BATCH,
+        WORKS,
         _in_order(training_routes.forward_in_order),
         "Compute losses without gradients",
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.OPTIM_STEP,
         BATCH,
+        WORKS,
         _in_order(training_routes.forward_in_order),
         "Apply the accumulated gradients",
+        body=OptimStepRequest,
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.SAVE_WEIGHTS,
         BATCH,
+        changes("checkpoint_write"),
         _in_order(training_routes.save_weights),
         "Save a training checkpoint",
+        body=SaveWeightsRequest,
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.SAVE_WEIGHTS_FOR_SAMPLER,
         BATCH,
+        changes("checkpoint_write"),
         _in_order(training_routes.save_weights_for_sampler),
         "Save weights for sampling",
+        body=SaveWeightsForSamplerRequest,
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.SAVE_WEIGHTS_EXTERNAL,
         BATCH,
+        changes("checkpoint_export"),
         _in_order(training_routes.save_weights_external),
         "Save weights as files for other programs",
+        body=SaveWeightsExternalRequest,
     ),
     HotRoute(
         "POST",
         routes.LOAD_WEIGHTS,
         BATCH,
+        changes("checkpoint_read"),
         _in_order(training_routes.load_weights),
         "Load a checkpoint into a model or as a new model",
+        body=LoadWeightsRequest,
+        takes_key=True,
     ),
     HotRoute(
         "POST",
         routes.ATTACH_MODEL,
         BATCH,
+        changes("model_attach"),
         _in_order(training_routes.forward_in_order),
         "Continue the order of an existing model from another client",
+        body=AttachModelRequest,
     ),
-    HotRoute("POST", routes.ASAMPLE, BATCH, sampling_routes.asample, "Sample"),
-    HotRoute("POST", routes.SAMPLE, BATCH, blocking.sample, "Sample, and wait for the result"),
+    HotRoute(
+        "POST",
+        routes.ASAMPLE,
+        BATCH,
+        WORKS,
+        sampling_routes.asample,
+        "Sample",
+        body=SampleOfWeights,
+        takes_key=True,
+    ),
+    HotRoute(
+        "POST",
+        routes.SAMPLE,
+        BATCH,
+        WORKS,
+        blocking.sample,
+        "Sample, and wait for the result",
+        body=SampleOfWeights,
+        takes_key=True,
+    ),
     HotRoute(
         "POST",
         routes.RETRIEVE_FUTURE,
         SMALL,
+        READS,
         future_routes.retrieve_future,
         "Wait for the result of a request",
+        body=RetrieveFutureRequest,
     ),
     HotRoute(
         "POST",
         routes.CANCEL_FUTURE,
         SMALL,
+        WORKS,
         future_routes.cancel_future,
         "Cancel a sampling request",
+        body=CancelFutureRequest,
     ),
     HotRoute(
         "GET",
         routes.OPENAI_MODELS,
         CHAT,
+        READS,
         chat_routes.openai_models,
         "List base models and the caller's checkpoints",
     ),
@@ -158,16 +227,22 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "GET",
         routes.OPENAI_MODELS + "/{model}",
         CHAT,
+        READS,
         chat_routes.openai_model,
         "Look up a model",
         matches=_below(routes.OPENAI_MODELS + "/"),
     ),
-    HotRoute("POST", routes.OPENAI_CHAT, CHAT, chat_routes.forward, "Create a chat completion"),
-    HotRoute("POST", routes.OPENAI_COMPLETIONS, CHAT, chat_routes.forward, "Create a completion"),
+    HotRoute(
+        "POST", routes.OPENAI_CHAT, CHAT, WORKS, chat_routes.forward, "Create a chat completion"
+    ),
+    HotRoute(
+        "POST", routes.OPENAI_COMPLETIONS, CHAT, WORKS, chat_routes.forward, "Create a completion"
+    ),
     HotRoute(
         "POST",
         routes.OPENAI_SESSIONS,
         CHAT,
+        changes("recorded_session_create"),
         chat_routes.forward,
         "Create a recorded session of a model",
     ),
@@ -175,6 +250,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "POST",
         f"{_SESSION}/{recorded_paths.CHAT}",
         CHAT,
+        WORKS,
         chat_routes.forward_recorded,
         "Create a chat completion, and record it",
         matches=_recorded(recorded_paths.CHAT),
@@ -183,6 +259,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "GET",
         f"{_SESSION}/{recorded_paths.DATUMS}",
         CHAT,
+        READS,
         chat_routes.forward_recorded,
         "Return recorded turns as training data",
         matches=_recorded(recorded_paths.DATUMS),
@@ -191,6 +268,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "DELETE",
         _SESSION,
         CHAT,
+        changes("recorded_session_delete"),
         chat_routes.delete_recorded,
         "Delete a recorded session",
         matches=_recorded(""),
@@ -199,6 +277,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "GET",
         routes.ANTHROPIC_MODELS,
         CHAT,
+        READS,
         chat_routes.anthropic_models,
         "List base models and the caller's checkpoints",
     ),
@@ -206,15 +285,19 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "GET",
         routes.ANTHROPIC_MODELS + "/{model}",
         CHAT,
+        READS,
         chat_routes.anthropic_model,
         "Look up a model",
         matches=_below(routes.ANTHROPIC_MODELS + "/"),
     ),
-    HotRoute("POST", routes.ANTHROPIC_MESSAGES, CHAT, chat_routes.forward, "Create a message"),
+    HotRoute(
+        "POST", routes.ANTHROPIC_MESSAGES, CHAT, WORKS, chat_routes.forward, "Create a message"
+    ),
     HotRoute(
         "POST",
         routes.ANTHROPIC_COUNT_TOKENS,
         CHAT,
+        WORKS,
         chat_routes.forward,
         "Count the tokens of a message",
     ),
@@ -222,6 +305,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "PUT",
         importing.UPLOADS + _UPLOADED,
         UPLOAD,
+        changes("checkpoint_import"),
         importing.receive_file,
         "Upload the weights of an adapter",
         matches=_below(importing.UPLOADS),
@@ -230,6 +314,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "PUT",
         upload_urls.PREFIX + "{upload_id}/{file}",
         UPLOAD,
+        changes("checkpoint_import"),
         importing.receive_file,
         matches=_below(upload_urls.PREFIX),
     ),

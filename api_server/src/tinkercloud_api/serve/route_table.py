@@ -1,16 +1,19 @@
 """All routes of the API server: how callers are authenticated, limits of bodies, audit, handlers.
 
 `HotPaths` authenticates by `AREAS` and dispatches to `HOT_ROUTES`; FastAPI serves the others. The
-OpenAPI document and the metrics use the same routes. `make routes` prints the table.
+rights of callers, the audit log, the OpenAPI document, the metrics and the test of objects of other
+owners follow from the table. `make routes` prints it.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Route, compile_path
 
-from tinkercloud_api.access import mutations
+from tinkercloud_api.access import effects
+from tinkercloud_api.access.effects import READS, WORKS, Effect
 from tinkercloud_api.login import login_pages
 from tinkercloud_api.serve.hot_routes import HOT_ROUTES, JSON, HotRoute
 from tinkercloud_api.transfers import upload_urls
@@ -53,7 +56,7 @@ _PREFIXES = tuple((path, each) for path, each in AREAS if path.endswith("/"))
 
 
 class UndeclaredRouteError(Exception):
-    """A route is in no area, or is of a kind that hides its paths."""
+    """A route is in no area, doesn't declare its effect, or is of a kind that hides its paths."""
 
 
 def authentication_of(path: str) -> Authentication | None:
@@ -75,27 +78,71 @@ class Row:
     authentication: Authentication
     limit: str
     """The largest body."""
-    event: str
-    """In the audit log; empty for requests that it does not keep."""
+    effect: Effect
+    """What its requests do."""
+    names_object: bool
+    """Whether its requests have a key and name an object that belongs to an owner."""
     handler: str
     """Module and name."""
+    hot: HotRoute | None = None
+    """The route, if FastAPI does not serve it."""
+
+    @property
+    def described_path(self) -> str:
+        """The path as the OpenAPI document has it."""
+        return self.path.replace(":path}", "}")
 
 
 def table(routed: Iterable[BaseRoute]) -> list[Row]:
-    """Return all routes by path and method.
+    """Return all routes, in the order in which they are matched.
 
     Args:
         routed: the routes of the FastAPI application.
 
     Raises:
-        UndeclaredRouteError: a route is in no area, or is of a kind that hides its paths.
+        UndeclaredRouteError: a route is in no area, does not declare its effect, or is of a kind
+            that hides its paths.
     """
-    rows = [*map(_hot_row, HOT_ROUTES), *_framework_rows(routed)]
-    return sorted(rows, key=lambda row: (row.path, row.method))
+    return [*map(_hot_row, HOT_ROUTES), *_framework_rows(routed)]
+
+
+class Effects:
+    """Finds what a request does by its method and path."""
+
+    def __init__(self, served: Iterable[Row]) -> None:
+        """Index the routes of a `table`."""
+        self._exact: dict[str, dict[str, Effect]] = {}
+        self._patterns: list[tuple[Callable[[str], object], Row]] = []
+        for row in served:
+            if row.method in effects.SAFE_METHODS:
+                continue
+            if "{" not in row.path:
+                self._exact.setdefault(row.path, {})[row.method] = row.effect
+            elif row.hot is not None and row.hot.matches is not None:
+                self._patterns.append((row.hot.matches, row))
+            else:
+                self._patterns.append((compile_path(row.path)[0].match, row))
+
+    def of(self, method: str, path: str) -> Effect:
+        """Return what a request does."""
+        if method in effects.SAFE_METHODS:
+            return READS
+        if (found := self._exact.get(path)) is None:
+            found = {}
+            for matches, row in self._patterns:
+                if matches(path):
+                    found.setdefault(row.method, row.effect)
+        if method in found:
+            return found[method]
+        # Another method at a path that the audit log does not keep is rejected, and no more.
+        unkept = (each for each in found.values() if each.event is None)
+        # Other requests of chat clients only sample.
+        return next(unkept, effects.UNKNOWN if path.startswith(routes.PREFIX) else WORKS)
 
 
 def _hot_row(route: HotRoute) -> Row:
-    return _row(route.method, route.path, route.limit.name, route.handler)
+    row = _row(route.method, route.path, route.limit.name, route.handler, route.effect)
+    return replace(row, hot=route)
 
 
 def _framework_rows(routed: Iterable[BaseRoute]) -> Iterator[Row]:
@@ -105,19 +152,28 @@ def _framework_rows(routed: Iterable[BaseRoute]) -> Iterator[Row]:
                 f"{route}: the table can't list it; declare its paths as routes of their own"
             )
         for method in route.methods or ("*",):
-            yield _row(method, route.path, JSON.name, route.endpoint)
+            effect = effects.declared(method, route.endpoint)
+            yield _row(method, route.path, JSON.name, route.endpoint, effect)
 
 
-def _row(method: str, path: str, limit: str, handler: object) -> Row:
+def _row(
+    method: str, path: str, limit: str, handler: Callable[..., Any], effect: Effect | None
+) -> Row:
     authentication = authentication_of(path)
     if authentication is None:
         raise UndeclaredRouteError(
             f"{method} {path}: the route is in no area; add its path to AREAS in"
             " tinkercloud_api/serve/route_table.py, with how its callers are authenticated"
         )
-    has_caller = authentication is Authentication.KEY or path.startswith(upload_urls.PREFIX)
-    event = mutations.audited_event(method, path) if has_caller else None
-    return Row(method, path, authentication, limit, event or "", _name_of(handler))
+    has_key = authentication is Authentication.KEY
+    if effect is None and has_key:
+        raise UndeclaredRouteError(
+            f"{method} {path}: what its requests do is not declared; decorate {_name_of(handler)}"
+            " with @declares of tinkercloud_api/access/effects.py"
+        )
+    names_object = has_key and effects.names_object(handler)
+    name = _name_of(handler)
+    return Row(method, path, authentication, limit, effect or READS, names_object, name)
 
 
 def _name_of(handler: object) -> str:

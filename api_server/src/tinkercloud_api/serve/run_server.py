@@ -17,9 +17,12 @@ import structlog
 import uvicorn
 from obstore.exceptions import BaseError
 
-from tinkercloud_api.access.auth import Role, hash_key, new_key
+from tinkercloud_api.access import server_acts
+from tinkercloud_api.access.auth import hash_key, new_key
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.catalog_rebuild import has_checkpoints
+from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.connection import check_revision, migrate, open_database
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
@@ -217,10 +220,12 @@ async def _print_welcome(settings: Settings, port: int) -> None:
             log.warning("there is no API key; set TINKERCLOUD_BOOTSTRAP_KEY from a Secret")
         return
     if not has_keys:
-        key = new_key()
-        await catalog.add_key(
+        key, audit_log = new_key(), AuditLog(engine)
+        entry = await server_acts.begin_key(audit_log, "first key of the server")
+        row = await catalog.add_key(
             key_hash=hash_key(key), name="first", owner=_user_name(), role=Role.ADMIN
         )
+        await server_acts.finish_key(audit_log, entry, row)
     await catalog.close()
     sys.stderr.write(_welcome(settings, port, key) + "\n\n")
 
@@ -254,6 +259,8 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
     url = _url(settings, port)
     model = next(iter(settings.models), None)
     lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
+    if settings.models and settings.preload:
+        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until that is done"
     if model is None:
         lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
     if key is not None:

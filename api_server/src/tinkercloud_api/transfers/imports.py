@@ -20,8 +20,9 @@ from typing import Annotated, Any
 import orjson
 from pydantic import Field
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.tables import Upload, now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.runs.training_runs import TrainingRuns
@@ -325,7 +326,9 @@ class Imports:
     async def _visible(self, upload_id: str, caller: Principal) -> Upload:
         # The ids of copies, which are in the same table, are ids of runs and have colons.
         found = None if ":" in upload_id else await self.catalog.upload(upload_id)
-        return caller.require(found, f"upload {upload_id!r}")
+        upload = caller.require(found, f"upload {upload_id!r}")
+        caller.named_objects.add(upload_id)
+        return upload
 
     async def _open(self, upload_id: str, caller: Principal) -> Upload:
         upload = await self._visible(upload_id, caller)

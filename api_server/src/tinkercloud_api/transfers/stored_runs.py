@@ -66,8 +66,7 @@ class StoredRuns:
         """
         upload = await self.catalog.upload(upload_id)
         await self._add_run(manifest, spec, upload.project_id if upload is not None else None)
-        kept = {manifest.key_of(name) for name in manifest.files}
-        await self.objects.delete_others(manifest.path.prefix, {*kept, manifest.path.manifest_key})
+        await self.objects.delete_others(manifest.path.prefix, manifest.object_keys)
         await self.checkpoints.add(manifest)
         await self.catalog.mark_finished(upload_id)
         return manifest.tinker_path

@@ -7,7 +7,8 @@ from datetime import datetime
 from hashlib import sha256
 from urllib.parse import quote, urlencode
 
-from tinkercloud_api.access.auth import Principal, Role
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.transfers.signed_urls import InvalidSignature, UrlGone
 
 PREFIX = "/uploads/"

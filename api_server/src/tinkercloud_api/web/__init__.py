@@ -1,1 +1,1 @@
-"""HTTP without knowledge of sessions: middleware, connections, errors, OpenAPI."""
+"""HTTP without knowledge of sessions: middleware, connections, errors, statuses."""

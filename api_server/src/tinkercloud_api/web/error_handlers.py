@@ -84,6 +84,13 @@ def flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
 
 def _instead(path: str) -> str:
     """Return what to use instead of a path that people try first."""
+    if path in {"/", "/docs", "/ui"}:
+        return (
+            "this is a Tinkercloud server, for clients with its address in TINKER_BASE_URL and a"
+            " key in TINKER_API_KEY; /openapi.json describes its calls, /healthz its state"
+        )
+    if routes.PREFIX in path[1:] and not path.startswith((routes.OPENAI, routes.ANTHROPIC)):
+        return "the base URL of the SDK and of `tinkercloud` is the server's address without a path"
     if path == "/login":
         return "logins are off: an operator turns them on with TINKERCLOUD_OIDC"
     if path == "/metrics":

@@ -50,7 +50,12 @@ def watch(title: str, label: str, values: Iterator[float], steps: int) -> list[f
         TextColumn("{task.fields[value]}"),
         TimeElapsedColumn(),
     )
-    seen = []
+    seen: list[float] = []
+    if not console.is_terminal:
+        for value in values:
+            seen.append(value)
+            print(f"  {title} {len(seen)}/{steps}: {label} {value:.3f}", flush=True)
+        return seen
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=steps, value="")
         for value in values:
@@ -103,6 +108,7 @@ def resume(run: PigLatin, options: Options) -> tuple[list[float], list[float]]:
             f"  no restart: the server at {options.url} does not use the state folder"
             f" {options.state_dir}; the run resumes as a new one"
         )
+    console.print("  resuming, as soon as the server has loaded its model")
     training = tinker.ServiceClient().create_training_client_from_state_with_optimizer(path)
     resumed = step_losses(training.result(), run.data)
     for one, other in zip(uninterrupted, resumed, strict=True):

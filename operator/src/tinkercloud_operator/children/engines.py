@@ -121,8 +121,6 @@ def sampler_config(build: Build) -> SamplerConfig:
         scaling=_scaling(sampler.engines),
         colocated=bool(build.resolved.engines_per_trainer),
         process_group=_process_group(build.resolved, sampler.engines),
-        # Only engines in the trainer's pod can share its memory.
-        shared_memory=sampler.engines.shared_memory if build.resolved.engines_per_trainer else None,
     )
     return SamplerConfig(backend="sglang", inference=inference)
 
@@ -312,6 +310,8 @@ def _arguments(build: Build, engines_spec: EnginesShape, port: int) -> list[str]
         # These expert kernels support adapters. On Blackwell SGLang selects others by default
         # (flashinfer_trtllm) and exits. The option has no effect on dense models.
         "--moe-runner-backend": "triton",
+        # Heads send grammars in its dialect.
+        "--grammar-backend": "llguidance",
         **_memory(engines_spec),
     }
     if base_model.trainer.dtype == "float32":

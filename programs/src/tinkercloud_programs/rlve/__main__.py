@@ -4,7 +4,6 @@ import sys
 
 from pydantic import ValidationError
 
-from tinkercloud_programs.rlve.loop import Trainer
 from tinkercloud_programs.server import ModelGone, ProgramServer
 from tinkercloud_protocol.programs.program_messages import EXIT_FINAL
 from tinkercloud_protocol.programs.rlve import RlveConfig
@@ -12,6 +11,10 @@ from tinkercloud_protocol.programs.rlve import RlveConfig
 
 def main() -> None:
     """Train the model of this program's environment."""
+    print("loading the environments of RLVE", flush=True)
+    # It takes long, and the log should say so before.
+    from tinkercloud_programs.rlve.loop import Trainer  # noqa: PLC0415
+
     try:
         config = RlveConfig.model_validate_json(sys.argv[1])
         Trainer(config, ProgramServer()).run()

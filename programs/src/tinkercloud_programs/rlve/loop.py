@@ -55,6 +55,7 @@ class Trainer:
         if last.state is not None:
             self._restore(last.state)
         model_id = last.model_id or os.environ[names.MODEL_ID]
+        print(f"attaching to model {model_id}, once its session head is ready")
         try:
             next_seq_id = self._server.attach(model_id)
         except ModelGone as error:

@@ -148,6 +148,11 @@ class CheckpointManifest(BaseModel):
         folder = self.path.prefix
         return "/".join(part for part in (folder, self.data_prefix, file_name) if part)
 
+    @property
+    def object_keys(self) -> frozenset[str]:
+        """Object keys of its files, and of the manifest itself: no others belong to it."""
+        return frozenset({self.path.manifest_key, *map(self.key_of, self.files)})
+
     def __str__(self) -> str:
         return self.tinker_path
 
@@ -171,6 +176,8 @@ class SuspendedManifest(BaseModel):
     base_fingerprint: str | None = None
     """See `CheckpointManifest.base_fingerprint`."""
     lora: LoraConfig | None
+    step: int | None = None
+    """Number of optimizer steps that the model had taken when it was written."""
     created_at: AwareDatetime
     data_prefix: str
     files: dict[str, StoredFile]
@@ -187,6 +194,11 @@ class SuspendedManifest(BaseModel):
     def key_of(self, file_name: str) -> str:
         """Return the object key of one of its files."""
         return f"{suspended_prefix(self.run_id)}/{self.data_prefix}/{file_name}"
+
+    @property
+    def object_keys(self) -> frozenset[str]:
+        """See `CheckpointManifest.object_keys`."""
+        return frozenset({suspended_key(self.run_id), *map(self.key_of, self.files)})
 
     def __str__(self) -> str:
         return f"the suspended state of training run {self.run_id}"

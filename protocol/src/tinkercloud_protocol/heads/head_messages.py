@@ -25,6 +25,21 @@ class Forgotten(_Message, extra="ignore"):
     num_results: int
 
 
+class SaveModel(_Message):
+    """POST /save_model/<model id>: write a checkpoint of the state after the last optim_step."""
+
+    name: str | None = None
+    """Name of the checkpoint, which must be new; None means one with the number of the step."""
+
+
+class ModelSaved(_Message, extra="ignore"):
+    """Response to POST /save_model/<model id>."""
+
+    tinker_path: str
+    step: int
+    """Number of optimizer steps that the state has."""
+
+
 class ModelSuspended(_Message, extra="ignore"):
     """Response to POST /suspend_model/<model id>."""
 

@@ -184,12 +184,6 @@ class InferenceConfig(_Config):
     rank, or the head if the head trains. The sender and the engines must be able to connect to each
     other on any port. `nccl` sends from the GPU and requires the same NCCL version in the engines;
     `gloo` sends from the CPU. Only for backend sglang."""
-    shared_memory: Literal["cuda", "cpu"] | None = None
-    """Type of shared memory that passes fully fine-tuned models to engines on the same machine. If
-    unset, or if a transfer fails, requests and files are used. The sender is the trainer's first
-    rank, or the head if the head trains. The engines must have access to its /dev/shm and /tmp.
-    `cuda`: memory of the sender's GPU (CUDA IPC). `cpu`: host memory; /dev/shm needs free space for
-    512 MiB and for twice the largest tensor. Only for backend sglang."""
 
 
 class SamplerConfig(_Config):
@@ -250,13 +244,6 @@ class SamplerConfig(_Config):
                 " backend sglang that are not colocated; remove it, or set backend to sglang and"
                 " colocated to false"
             )
-        if inference.shared_memory and (self.backend != "sglang" or inference.process_group):
-            raise ValueError(
-                f"inference.shared_memory: {inference.shared_memory} is only valid for backend"
-                f" sglang"
-                " without process_group; remove it, or set backend to sglang and remove"
-                " process_group"
-            )
         return self
 
     @model_validator(mode="after")
@@ -284,18 +271,12 @@ def check_gpu_of_trainer(trainer: TrainerConfig, sampler: SamplerConfig) -> None
         ValueError: A transfer from a GPU is configured, but the trainer does not use one.
     """
     trains_there = trainer.device == "cuda" and trainer.backend != "none"
-    inference = sampler.inference
-    wants = [
-        ("process_group", "nccl", "gloo", inference.process_group),
-        ("shared_memory", "cuda", "cpu", inference.shared_memory),
-    ]
-    for setting, of_gpu, of_cpu, wanted in wants:
-        if wanted == of_gpu and not trains_there:
-            raise ValueError(
-                f"sampler.inference.{setting}: {of_gpu} requires a trainer on a GPU, but"
-                f" trainer.backend is {trainer.backend} and trainer.device is {trainer.device}; set"
-                f" it to {of_cpu}, or remove it"
-            )
+    if sampler.inference.process_group == "nccl" and not trains_there:
+        raise ValueError(
+            "sampler.inference.process_group: nccl requires a trainer on a GPU, but"
+            f" trainer.backend is {trainer.backend} and trainer.device is {trainer.device}; set it"
+            " to gloo, or remove it"
+        )
 
 
 class Limits(ImageLimits, LossLimits, _Config):
@@ -339,8 +320,8 @@ class Limits(ImageLimits, LossLimits, _Config):
     the owner who uses the most space loses the earliest ones; whole models are always lost."""
     max_placed_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size, in bytes, of fully fine-tuned models in the scratch_dir of the trainer's
-    first rank, which sends them to engines over a process group or through shared memory. Further
-    models are stored on the head."""
+    first rank, which sends them to engines over a process group. Further models are stored on the
+    head."""
     max_paged_bytes: Annotated[int, Field(ge=1)] = 8 << 30
     """Maximum total size, in bytes, of idle models in scratch_dir, where trainers on CPUs move them
     if others need their memory; ranks on a machine divide it. Without space, models are refused."""
@@ -482,6 +463,9 @@ class Saved(_Answer):
     """`tinker://` paths, one per model."""
 
 
+RunQueueState = Literal["idle", "running", "waiting", "paused_rate_limit"]
+
+
 class HeldModel(_Answer):
     """A model of a head, and its memory usage."""
 
@@ -494,6 +478,14 @@ class HeldModel(_Answer):
     """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
     result_bytes: int = 0
     """Size of the results of the model and its samplers."""
+    step: int | None = None
+    """Number of optimizer steps that the model has taken; None if the head does not know it."""
+    queue_state: RunQueueState = "idle"
+    """What its next request waits for. `waiting`: for earlier ones, or for its turn."""
+    queue_reason: str | None = None
+    """Why the next request waits; None if none does, or no reason is known."""
+    tokens_per_minute: float = 0.0
+    """Trained, forwarded, prefilled and sampled tokens of the last minute."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None

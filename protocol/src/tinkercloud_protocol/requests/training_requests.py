@@ -6,11 +6,11 @@
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     AliasChoices,
     BeforeValidator,
     Field,
     StringConstraints,
-    field_validator,
     model_validator,
 )
 
@@ -29,6 +29,19 @@ Recipients = Annotated[
 ]
 """Public keys of age (https://age-encryption.org): `age1...`, or an SSH key. An empty list is
 rejected, because it could be a mistake whose result would be unencrypted."""
+
+
+def _not_reserved(name: str) -> str:
+    if is_reserved(name):
+        raise ValueError(
+            f"the name {name[:160]!r} is reserved for automatic checkpoints; choose one that"
+            " does not start like this"
+        )
+    return name
+
+
+TrainingName = Annotated[Name, AfterValidator(_not_reserved)]
+"""Name of a training checkpoint that is not an automatic one."""
 
 
 class OptimizerConfig(WireModel):
@@ -150,21 +163,11 @@ class SaveWeightsRequest(WireModel):
 
     model_id: Name
     seq_id: SeqId | None = None
-    path: Name | None = None
+    path: TrainingName | None = None
     """Name of the checkpoint; absent means a name derived from the seq_id."""
     ttl_seconds: TtlSeconds | None = None
     overwrite: bool = False
     user_metadata: UserMetadata | None = None
-
-    @field_validator("path")
-    @classmethod
-    def _is_not_reserved(cls, path: str | None) -> str | None:
-        if path is not None and is_reserved(path):
-            raise ValueError(
-                f"the name {path[:160]!r} is reserved for automatic checkpoints; choose one that"
-                " does not start like this"
-            )
-        return path
 
     def name(self) -> str:
         """Return the checkpoint's name; a request without `path` must have a number."""
@@ -234,6 +237,8 @@ class AttachModelAnswer(WireModel):
     model_id: str
     next_seq_id: int
     """Number of the next request."""
+    step: int | None = None
+    """Number of optimizer steps that the model has taken; absent from heads before 0.1.0."""
 
 
 class GetInfoRequest(WireModel):

@@ -29,7 +29,8 @@ class AuditEvent(Answer):
     event: str
     """What it asked for, `<resource>_<action>`."""
     event_details: dict[str, Any]
-    """Owner and key of the caller, method, path, address, and the status of the response."""
+    """Owner and key of the caller, method, path, address, status of the response, and number and
+    hash of the entry."""
 
 
 class AuditAnswer(Answer):

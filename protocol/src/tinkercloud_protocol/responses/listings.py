@@ -61,7 +61,10 @@ class SupportedModel(Answer):
     trainable: bool = True
     sampleable: bool = True
     reads_images: bool = False
-    """Whether prompts may contain images. The SDK does not know this field."""
+    """Whether prompts may contain images. The SDK does not know this field, nor the next one."""
+    state: str | None = None
+    """`ready`; `loading`, with how far it is; or `failed`, with the reason. None on Kubernetes,
+    where each run has a session head of its own."""
 
 
 class ServerCapabilities(Answer):
@@ -160,6 +163,12 @@ class ModelUsage(Answer):
     this server shares among runs; it is in a Kubernetes session, or was lost with its head."""
     memory_bytes: int | None
     """None if unknown."""
+    step: int | None = None
+    """Number of optimizer steps taken; None if unknown."""
+    tokens_per_minute: float = 0.0
+    """Trained and sampled tokens of the last minute."""
+    queue_state: str = "idle"
+    """What its next request waits for: idle, running, waiting or paused_rate_limit."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
@@ -177,6 +186,9 @@ class SessionUsage(Answer):
     owner: str
     project_id: str | None = None
     """The project that the session belongs to."""
+    name: str | None = None
+    """Its display name."""
+    created_at: datetime
     state: Literal["live", "silent", "ended"]
     """`silent`: not ended, but without a heartbeat for two minutes."""
     last_heartbeat_at: datetime
@@ -255,6 +267,33 @@ class UsageList(Answer):
     quota: Quota | None = None
     """Limits of the tenant of the owner whose usage this is; None if it has none, or for all
     owners."""
+
+
+class BilledUsage(Answer):
+    """What an owner has used of a base model in a month, in a project or none."""
+
+    owner: str
+    project_id: str | None
+    base_model: str
+    train_tokens: int
+    """Tokens of forward_backward and of forward-only requests."""
+    prefill_tokens: int
+    cached_tokens: int
+    sampled_tokens: int
+    storage_gib_months: float
+    """GiB of checkpoints, measured once a day; those kept for half of the month count half."""
+    cost: float | None
+    """In the currency of the list; null if the base model has no price."""
+
+
+class MonthUsage(Answer):
+    """GET usage/month (no SDK call)."""
+
+    month: str
+    currency: str
+    usage: list[BilledUsage]
+    total: float
+    """The sum of all known costs."""
 
 
 class ModelData(Answer):

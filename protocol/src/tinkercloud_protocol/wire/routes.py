@@ -86,6 +86,9 @@ HEAD_TIMELINE = "/timeline"
 HEAD_SUSPEND_MODEL = "/suspend_model"
 """POST /suspend_model/<model id> writes an unused model to the object store and frees its memory;
 returns `head_messages.ModelSuspended`. The next request for the model resumes it."""
+HEAD_SAVE_MODEL = "/save_model"
+"""POST /save_model/<model id> writes a training checkpoint of a model between two of its requests,
+`head_messages.SaveModel`; returns `head_messages.ModelSaved`."""
 HEAD_MOVE_MODEL = "/move_model"
 """POST /move_model/<model id> writes a model to the object store, in use or not, and responds when
 another head can continue it. From then on requests for it get `WRONG_GENERATION_STATUS`. DELETE

@@ -21,15 +21,15 @@ from tinkercloud_testing.cluster.images import (
 )
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.programs import layer_folder
-from tinkercloud_testing.sglang_definitions import sglang_sources
-from tinkercloud_testing.sglang_program import REFUSES
+from tinkercloud_testing.sglang.engine import REFUSES
+from tinkercloud_testing.sglang.source import sglang_sources
 
 _NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
 _CACHE = "/opt/cache"
 _TESTING = Path(__file__).parents[1]
 # The processes of its ranks import this module too.
-_START = b"""from tinkercloud_testing.sglang_program import main
+_START = b"""from tinkercloud_testing.sglang.engine import main
 
 if __name__ == "__main__":
     main()
@@ -130,7 +130,8 @@ def _server(key: str, port: int, adapters_folder: str, refuses: Sequence[str]) -
 
 def _fake() -> Layer:
     sources = sglang_sources()
-    files = [*sorted(_TESTING.glob("*.py")), *sorted(sources.rglob("*.py"))]
+    ours = [*_TESTING.glob("*.py"), *_TESTING.glob("sglang/*.py")]
+    files = [*sorted(ours), *sorted(sources.rglob("*.py"))]
     content = hashlib.sha256(b"".join(path.read_bytes() for path in files) + _START)
 
     def fill(tar: tarfile.TarFile) -> None:

@@ -8,7 +8,6 @@ from tinkercloud_testing.sessions import COLOCATED, ENGINES, EXTERNAL, SAMPLERS,
 PLANNING = {"gpu": "H100", "config": "{}"}
 GROUP: Json = {"processGroup": "gloo"}
 NCCL: Json = {"processGroup": "nccl"}
-MEMORY: Json = {"sharedMemory": "cpu"}
 TRAINERS_ON_CPUS: Json = {"replicas": 2, "cpuRanksPerReplica": 1}
 
 
@@ -63,12 +62,6 @@ def engines(**others: Any) -> Json:
 def colocated(sampler: Json | None = None, trainer: Json | None = None, **engines: Any) -> Json:
     sampler_spec = COLOCATED | {"engines": COLOCATED["engines"] | engines} | (sampler or {})
     return base_model(trainer=TRAINERS | (trainer or {}), sampler=sampler_spec)
-
-
-def in_one_pod(sampler: Json | None = None, **engines: Any) -> Json:
-    """Return a BaseModel whose trainer pod shares its four GPUs with an engine."""
-    one = {"gpusPerReplica": 4, "replicas": 1} | (sampler or {})
-    return colocated(one, {"replicas": 1, "gpusPerReplica": 4}, **engines)
 
 
 def scaled(least: int, most: int, **others: Any) -> Json:
@@ -429,40 +422,6 @@ BASE_MODEL_RULES = (
                 {"gpusPerReplica": 4, "replicas": 1}, {"replicas": 1}, **GROUP
             ),
             "colocated without a class": engines(colocated=True, engines=GROUP),
-        },
-    ),
-    Rule(
-        "spec.sampler",
-        "engines.sharedMemory: only valid for colocated engines; remove it, or set"
-        " engines.processGroup",
-        {
-            "colocated": in_one_pod(sharedMemory="cuda"),
-            "colocated, of the machine": in_one_pod(sharedMemory="cpu"),
-            "others without": engines(),
-        },
-        {
-            "one engine": engines(replicas=1, engines=MEMORY),
-            "many that read adapters": engines(engines=ENGINES["engines"] | MEMORY),
-            "in a group too": engines(engines=GROUP | MEMORY),
-        },
-    ),
-    Rule(
-        "spec",
-        "sampler.engines.sharedMemory: requires a single trainer pod, because engines in other"
-        " pods cannot map its memory; set trainer.replicas to 1, or remove sharedMemory",
-        {
-            "one pod with one engine": in_one_pod(sharedMemory="cpu"),
-            "one pod with four": in_one_pod(
-                {"gpusPerReplica": 1, "replicas": 4}, sharedMemory="cpu"
-            ),
-            "two pods without": colocated(),
-        },
-        {
-            "two pods": colocated(sharedMemory="cpu"),
-            "two pods by CUDA IPC": colocated(sharedMemory="cuda"),
-            "three pods": colocated(
-                {"gpusPerReplica": 4, "replicas": 3}, {"replicas": 3}, sharedMemory="cuda"
-            ),
         },
     ),
     Rule(

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
+from unittest.mock import patch
 
 from tinkercloud_crds import labels
 from tinkercloud_operator.run.cluster.session_children import CHILD_KINDS
@@ -18,6 +19,7 @@ from tinkercloud_testing.simulation.connection import (
     SimulatedHeadClient,
 )
 
+_begin = WorkQueue.__init__
 _KINDS = ("TrainingSession", "BaseModel", "Tenant", "Pod", *CHILD_KINDS)
 SETTINGS = Settings(max_concurrent=4, api_url="http://api.default.svc:80")
 
@@ -114,7 +116,7 @@ class OperatorProcess:
         self._random = rng
         self._fail = fail
         self._tasks: list[asyncio.Task[None]] = []
-        self._writes_left: int | None = None
+        self.writes_left: int | None = None
         self.watches: Watches | None = None
         self.controller: Controller | None = None
         network.on_write = self._note_write
@@ -129,8 +131,8 @@ class OperatorProcess:
         if self.is_running:
             return
         cluster = SimulatedClient(self._network)
-        controller = Controller(cluster, SimulatedHeadClient(cluster, self._answer), SETTINGS)
-        _order_queues(controller)
+        with patch.object(WorkQueue, "__init__", _begin_in_order):
+            controller = Controller(cluster, SimulatedHeadClient(cluster, self._answer), SETTINGS)
         self.controller = controller
         self.watches = Watches(self._network.server, controller, self._random)
         parts = [
@@ -150,7 +152,7 @@ class OperatorProcess:
         """Kill the process; its requests that are on their way still arrive."""
         if self.watches is not None:
             self.watches.stop()
-        self.controller = self.watches = self._writes_left = None
+        self.controller = self.watches = self.writes_left = None
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -158,26 +160,20 @@ class OperatorProcess:
 
     def kill_after(self, writes: int) -> None:
         """Kill the process right after so many more writes, before it gets the last answer."""
-        self._writes_left = writes
+        self.writes_left = writes
 
     def _note_write(self) -> None:
-        if self._writes_left is not None:
-            self._writes_left -= 1
-            if self._writes_left <= 0:
-                self._writes_left = None
+        if self.writes_left is not None:
+            self.writes_left -= 1
+            if self.writes_left <= 0:
+                self.writes_left = None
                 self.killing = asyncio.get_running_loop().create_task(self.kill())
 
 
-def _order_queues(controller: Controller) -> None:
-    """Let workers take names in alphabetical order.
+def _begin_in_order(queue: WorkQueue) -> None:
+    """Create a queue whose workers take names in alphabetical order.
 
     Names are often queued in the order of a set, which differs from one Python process to another.
     """
-    queues: list[WorkQueue] = [
-        controller.queue,
-        controller._base_models._queue,
-        controller._tenants._queue,
-        controller._pools._queue,
-    ]
-    for queue in queues:
-        queue._ready = asyncio.PriorityQueue()
+    _begin(queue)
+    queue._ready = asyncio.PriorityQueue()

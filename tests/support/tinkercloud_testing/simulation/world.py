@@ -215,7 +215,7 @@ class World:
             taints = self.server.get("Node", name)["spec"].get("taints", [])
             self.nodes.untaint(name, [each["key"] for each in taints])
             self.server.update("Node", name, {"spec": {"unschedulable": None}})
-        self.operator._writes_left = None
+        self.operator.writes_left = None
         if not self.operator.is_running:
             self.operator.start()
         watches = self.operator.watches

@@ -25,7 +25,7 @@ from tinkercloud_testing.data import a_datum, a_request, random_data
 from tinkercloud_testing.engines import a_sampling_request, an_engine
 from tinkercloud_testing.families import SLOTTED
 from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.trainers import assert_close, run
+from tinkercloud_testing.trainers import assert_close, base_of, held_models, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
@@ -64,13 +64,13 @@ def a_trainer(
 
 def perturb(trainer: TorchTrainer, model_id: str, seed: int = 3) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in trainer._models[model_id].trainable.tensors.items():
+    for name, tensor in held_models(trainer)[model_id].trainable.tensors.items():
         if "lora_B" in name:
             tensor.detach().normal_(0, 0.05, generator=generator)
 
 
 def gradients(trainer: TorchTrainer, model_id: str = "m") -> dict[str, Tensor]:
-    tensors = trainer._models[model_id].trainable.tensors
+    tensors = held_models(trainer)[model_id].trainable.tensors
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 
@@ -302,7 +302,7 @@ def test_a_token_gets_the_same_alone_and_among_others() -> None:
 
 def test_training_moves_experts_and_leaves_the_base_as_it_is() -> None:
     trainer = a_trainer(tiny_qwen3_moe(), LoraConfig(rank=RANK, seed=1, train_attn=False))
-    base = {name: w.clone() for name, w in trainer._base.named_weights().items()}
+    base = {name: w.clone() for name, w in base_of(trainer).named_weights().items()}
     data = random_data(LENGTHS)
 
     losses = []
@@ -311,7 +311,7 @@ def test_training_moves_experts_and_leaves_the_base_as_it_is() -> None:
         trainer.optim_step("m", AdamParams(learning_rate=2e-2))
 
     assert losses[-1] < 0.8 * losses[0]
-    for name, weight in trainer._base.named_weights().items():
+    for name, weight in base_of(trainer).named_weights().items():
         assert torch.equal(weight, base[name]), name
 
 

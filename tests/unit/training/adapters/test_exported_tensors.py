@@ -68,11 +68,10 @@ def test_weights_stay_on_the_device_for_a_sampler_in_the_same_process(
     ("ranks", "way", "stays"),
     [
         (2, {"process_group": "gloo"}, True),
-        (2, {"shared_memory": "cpu"}, True),
         (2, {}, False),
         (0, {"process_group": "gloo"}, False),
     ],
-    ids=["group", "memory", "requests", "no ranks"],
+    ids=["group", "requests", "no ranks"],
 )
 def test_full_models_stay_on_ranks_only_if_processes_send_them_from_there_to_engines(
     ranks: int, way: dict[str, Any], stays: bool

@@ -21,7 +21,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, run
+from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, held_models, run
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -50,13 +50,13 @@ def make_trainer(
 def perturb(trainer: TorchTrainer, model_id: str) -> None:
     """Move B off zero, so that A has a gradient too."""
     generator = torch.Generator().manual_seed(3)
-    for name, tensor in trainer._models[model_id].trainable.tensors.items():
+    for name, tensor in held_models(trainer)[model_id].trainable.tensors.items():
         if "lora_B" in name:
             tensor.detach().normal_(0, 0.05, generator=generator)
 
 
 def gradients(trainer: TorchTrainer, model_id: str = "m") -> dict[str, Tensor]:
-    tensors = trainer._models[model_id].trainable.tensors
+    tensors = held_models(trainer)[model_id].trainable.tensors
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 

@@ -10,6 +10,7 @@ import pytest
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass
@@ -34,7 +35,7 @@ def rank_of(run: int) -> int:
 
 
 def room(trainer: TorchTrainer) -> int:
-    return ROOM * trainer._models[str(LARGEST)].full_bytes
+    return ROOM * held_models(trainer)[str(LARGEST)].full_bytes
 
 
 def a_pass(trainer: TorchTrainer, run: int) -> TrainingPass:
@@ -51,7 +52,7 @@ def a_trainer(folder: Path | None) -> TorchTrainer:
     made: list[TorchTrainer] = []
 
     def available() -> int:
-        return size - sum(each.memory_bytes(run) for each in made for run in each._models)
+        return size - sum(each.memory_bytes(run) for each in made for run in held_models(each))
 
     trainer = TorchTrainer(
         TorchBaseModel(tiny_llama()),
@@ -104,7 +105,7 @@ async def test_64_runs_of_mixed_ranks_learn_as_alone_in_the_memory_of_twelve(
     alone = [learn_alone(roomy, run) for run in range(RUNS)]
     np.testing.assert_allclose(together, alone, rtol=1e-5)
     assert np.all(np.array(together)[:, -1] < np.array(together)[:, 0])
-    held: Mapping[str, int] = {name: crowded.memory_bytes(name) for name in crowded._models}
+    held: Mapping[str, int] = {name: crowded.memory_bytes(name) for name in held_models(crowded)}
     assert sum(held.values()) <= room(roomy)
     for name, size in held.items():
         assert size in (0, roomy.memory_bytes(name))

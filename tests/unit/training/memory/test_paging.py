@@ -15,7 +15,7 @@ from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import assert_equal, gradient_of, moments_of, run
+from tinkercloud_testing.trainers import assert_equal, gradient_of, held_models, moments_of, run
 from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.device.memory import part_of
 from tinkercloud_worker.engine.batch import prepare
@@ -48,7 +48,7 @@ class Machine:
     ) -> None:
         self.unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=32)
         self.unlimited.add_model("m", LORA)
-        size = self.unlimited._models["m"].full_bytes
+        size = held_models(self.unlimited)["m"].full_bytes
         self.size = int(room * size)
         self.trainer = kind(
             TorchBaseModel(tiny_llama()),
@@ -60,7 +60,7 @@ class Machine:
         # A trainer measures its memory before it is complete.
         if not hasattr(self, "trainer"):
             return 0
-        return sum(map(self.trainer.memory_bytes, self.trainer._models))
+        return sum(map(self.trainer.memory_bytes, held_models(self.trainer)))
 
     def add(self, *names: str) -> None:
         for trainer in (self.trainer, self.unlimited):
@@ -360,7 +360,7 @@ def test_the_gradient_of_a_model_that_is_away_is_discarded_there(place: PagingPl
     machine.trainer.discard_gradient("first")
 
     assert machine.trainer.export_gradient("first") is None
-    machine.size = machine.trainer._models["second"].full_bytes
+    machine.size = held_models(machine.trainer)["second"].full_bytes
     ours, theirs = machine.step("first", seed=0)
     assert ours == theirs
 
@@ -393,7 +393,7 @@ def test_the_files_of_a_head_have_the_configured_limit(tmp_path: Path) -> None:
     )
     trainer = build_trainer(config, lambda: TorchBaseModel(tiny_llama()), None)
     assert isinstance(trainer, TorchTrainer)
-    place = trainer._models._place
+    place = held_models(trainer)._place
     assert isinstance(place, DiskFiles)
 
     kept = place.keep(torch.ones(200))
@@ -418,7 +418,7 @@ def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(
     machine = Machine(2.5, None)
     machine.add("first")
     machine.step("first", seed=0)
-    size = machine.trainer._models["first"].full_bytes
+    size = held_models(machine.trainer)["first"].full_bytes
     machine = Machine(2.5, DiskFiles(tmp_path, 6 * size))
     names = [f"m-{number}" for number in range(20)]
     for name in names[:3]:
@@ -433,7 +433,7 @@ def test_a_head_says_how_many_more_models_it_admits_with_those_that_are_away(
             machine.add(name)
             machine.step(name, seed=0)
 
-    assert 3 + capacity.more_models == len(machine.trainer._models) > 3
+    assert 3 + capacity.more_models == len(held_models(machine.trainer)) > 3
     full = machine.trainer.capacity
     assert full is not None
     assert full.more_models == 0
@@ -446,7 +446,7 @@ def test_no_room_is_reported_for_a_model_that_is_larger_than_the_device(place: P
         machine.step(name, seed=0)
     capacity = machine.trainer.capacity
     assert capacity is not None
-    size = machine.unlimited._models["m"].full_bytes
+    size = held_models(machine.unlimited)["m"].full_bytes
 
     assert capacity.more_of(2 * size) > 0
     assert capacity.more_of(4 * size) == 0

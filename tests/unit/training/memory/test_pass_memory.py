@@ -10,6 +10,7 @@ from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.device.accelerator import peak_meter
 from tinkercloud_worker.device.pass_memory import HostPeak, PassMemory
 from tinkercloud_worker.engine.batch import prepare
@@ -57,7 +58,7 @@ class Machine:
         if not hasattr(self, "trainer"):
             return self.memory
         # As on a CPU, where a gradient takes no memory before the first pass.
-        models = self.trainer._models.values()
+        models = held_models(self.trainer).values()
         promised = sum(model.unused_bytes for model in models)
         return self.memory + promised - sum(model.full_bytes for model in models)
 
@@ -70,9 +71,9 @@ class Machine:
     def fill(self) -> int:
         """Create models until one is refused; return how many there are."""
         with contextlib.suppress(Overloaded):
-            while len(self.trainer._models) < 100:
-                self.trainer.add_model(f"filler-{len(self.trainer._models)}", RANK_4)
-        return len(self.trainer._models)
+            while len(held_models(self.trainer)) < 100:
+                self.trainer.add_model(f"filler-{len(held_models(self.trainer))}", RANK_4)
+        return len(held_models(self.trainer))
 
 
 def test_the_memory_of_a_trainer_is_known_before_its_first_model() -> None:
@@ -117,12 +118,12 @@ def test_as_many_small_models_are_admitted_next_to_a_large_one_as_the_capacity_s
     assert reported.held == ("large",)
 
     with contextlib.suppress(Overloaded):
-        while len(machine.trainer._models) < 100:
-            name = f"small-{len(machine.trainer._models)}"
+        while len(held_models(machine.trainer)) < 100:
+            name = f"small-{len(held_models(machine.trainer))}"
             machine.trainer.add_model(name, LoraConfig(rank=1))
 
     more = reported.more_of(reported.rank_bytes)
-    assert 1 + more == len(machine.trainer._models) > 4
+    assert 1 + more == len(held_models(machine.trainer)) > 4
 
 
 def test_a_pass_that_took_more_than_passes_usually_do_leaves_room_for_fewer_models() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import assert_equal, moments_of, run
+from tinkercloud_testing.trainers import assert_equal, held_models, moments_of, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.tensor_file import Growing
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingState
@@ -100,7 +100,7 @@ def test_a_model_that_is_paged_out_after_an_export_is_saved_as_it_was(
     expected, take = trainer.export_state("m"), trainer.begin_export("m")
 
     room[0] = 0
-    trainer._models.make_room(1)
+    held_models(trainer).make_room(1)
 
     assert trainer.memory_bytes("m") == 0
     assert_same(take(), expected)
@@ -110,7 +110,7 @@ def test_an_export_that_nobody_needs_any_more_is_not_made() -> None:
     trainer = a_trainer()
     train(trainer, 1)
     made = []
-    copy = trainer._models["m"].copy_later(lambda: made.append(1))
+    copy = held_models(trainer)["m"].copy_later(lambda: made.append(1))
     del copy
 
     train(trainer, 2)
@@ -133,7 +133,7 @@ def test_a_step_waits_for_a_copy_that_another_thread_makes() -> None:
         trainer.optim_step("m", ADAM)
         order.append("stepped")
 
-    copy = trainer._models["m"].copy_later(make)
+    copy = held_models(trainer)["m"].copy_later(make)
     with ThreadPoolExecutor(2) as threads:
         taking = threads.submit(copy.take)
         started.wait()
@@ -151,7 +151,7 @@ def test_a_copy_that_fails_fails_for_who_takes_it_and_for_no_step() -> None:
     def fail() -> object:
         raise MemoryError("no memory for a copy")
 
-    copy: PendingCopy[object] = trainer._models["m"].copy_later(fail)
+    copy: PendingCopy[object] = held_models(trainer)["m"].copy_later(fail)
     train(trainer, 1)
 
     assert trainer.export_state("m").step == 1
@@ -195,7 +195,7 @@ def test_what_is_read_without_a_copy_is_the_state_before_the_next_change(
 
 def test_reading_a_whole_model_takes_no_second_copy_and_leaves_memory_that_can_be_freed() -> None:
     trainer = a_whole_model()
-    vectors = trainer._models["m"].vectors
+    vectors = held_models(trainer)["m"].vectors
 
     def addresses(state: TrainingState) -> set[int]:
         encoded(state)

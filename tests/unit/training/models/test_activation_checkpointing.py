@@ -9,6 +9,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
@@ -33,11 +34,11 @@ def gradient_and_kept_bytes(
 
     trainer.add_model("other", LoraConfig(rank=2, seed=5))
     trainer.add_model("m", lora)
-    torch.nn.init.normal_(trainer._models["m"].trainable.flat, std=0.1)
+    torch.nn.init.normal_(held_models(trainer)["m"].trainable.flat, std=0.1)
     trainer.forward_backward("other", batch)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         trainer.forward_backward("m", batch)
-    return trainer._models["m"].trainable.gradient, sum(kept)
+    return held_models(trainer)["m"].trainable.gradient, sum(kept)
 
 
 @pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tiny_gpt2])

@@ -24,7 +24,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import gradient_of, run
+from tinkercloud_testing.trainers import base_of, gradient_of, run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -112,7 +112,7 @@ def test_gradients_are_as_near_to_float32_as_the_rounding_allows(
 
 def test_an_embeddings_gradient_is_a_float32_sum_over_all_uses_of_a_token() -> None:
     trainer = a_trainer(in_half(tiny_llama()))
-    lookups = gradient_of_lookups(trainer._base._model.get_input_embeddings())
+    lookups = gradient_of_lookups(base_of(trainer)._model.get_input_embeddings())
 
     run(trainer, [a_datum([1, 2] * 200)])
 

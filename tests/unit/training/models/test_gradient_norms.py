@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.training.no_trainer import NoTrainer
@@ -23,7 +24,7 @@ class TrainerOfOneTensor(NoTrainer):
 def test_a_step_reports_and_clips_by_the_norm_of_all_elements() -> None:
     trainer = TrainerOfOneTensor(ModelLimits(vocab_size=2, max_context_length=2))
     trainer.add_model("m", None)
-    trainer._models["m"].trainable.gradient.fill_(1e-3)
+    held_models(trainer)["m"].trainable.gradient.fill_(1e-3)
     expected = 1e-3 * MANY**0.5
 
     reported = trainer.optim_step("m", AdamParams(grad_clip_norm=expected / 2, beta1=0.0))

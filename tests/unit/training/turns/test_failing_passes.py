@@ -10,7 +10,7 @@ from typing_extensions import override
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import together
+from tinkercloud_testing.trainers import held_models, together
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
@@ -30,8 +30,8 @@ class Faulty(TorchTrainer):
     fails = False
     num_passes = 0
 
-    def __init__(self, base: TorchBaseModel, max_batch_tokens: int) -> None:
-        super().__init__(base, max_batch_tokens=max_batch_tokens)
+    def __init__(self, base: TorchBaseModel, max_batch_tokens: int, **options: int | None) -> None:
+        super().__init__(base, max_batch_tokens=max_batch_tokens, **options)  # type: ignore[arg-type]
         self.order: list[TrainedModel] = []
         """The models of all passes."""
 
@@ -53,13 +53,13 @@ class Faulty(TorchTrainer):
         return super()._counted_hidden(model_segments, sequences)
 
 
-def a_trainer(max_batch_tokens: int = 64) -> Faulty:
+def a_trainer(max_batch_tokens: int = 64, **options: int | None) -> Faulty:
     base = TorchBaseModel(tiny_llama())
-    trainer = Faulty(base, max_batch_tokens)
+    trainer = Faulty(base, max_batch_tokens, **options)
     for seed, name in enumerate(MODELS):
         trainer.add_model(name, LoraConfig(rank=4, seed=seed))
         torch.manual_seed(seed)
-        torch.nn.init.normal_(trainer._models[name].trainable.flat, std=0.1)
+        torch.nn.init.normal_(held_models(trainer)[name].trainable.flat, std=0.1)
     trainer.forward_backward("pending", a_pass(trainer, "pending", [4]).batch)
     return trainer
 
@@ -73,7 +73,7 @@ def a_pass(
 
 
 def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
-    return trainer._models[model_id].trainable.gradient
+    return held_models(trainer)[model_id].trainable.gradient
 
 
 def equal(one: LossOutput, other: LossOutput) -> bool:
@@ -138,8 +138,7 @@ async def test_a_micro_batch_that_fails_fails_its_own_request_only(thread: Engin
 async def test_passes_that_take_turns_by_micro_batch_give_the_bits_of_passes_alone(
     thread: EngineThread, recomputed: int | None
 ) -> None:
-    trainer, alone = a_trainer(max_batch_tokens=8), a_trainer(max_batch_tokens=8)
-    trainer._max_kept_tokens = alone._max_kept_tokens = recomputed
+    trainer, alone = (a_trainer(8, max_kept_tokens=recomputed) for _ in range(2))
     trainer.add_model("whole", None)
     alone.add_model("whole", None)
     passes = [a_pass(trainer, name, [7, 8, 6, 8, 2]) for name in ("clean", "whole", "pending")]
@@ -181,8 +180,7 @@ async def test_a_large_request_runs_in_small_micro_batches_alongside_a_small_one
 async def test_a_trainer_that_shares_no_pass_runs_a_large_request_as_if_it_were_alone(
     thread: EngineThread,
 ) -> None:
-    trainer, alone = a_trainer(max_batch_tokens=2048), a_trainer(max_batch_tokens=2048)
-    trainer._max_shared_tokens = 0
+    trainer, alone = a_trainer(2048, max_shared_tokens=0), a_trainer(2048)
     large, small = a_pass(trainer, "clean", [100] * 25), a_pass(trainer, "pending", [50] * 5)
 
     outputs = await together(thread, trainer, [large, small])

@@ -10,6 +10,7 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.data import a_request, counting_every_token, random_data
 from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -33,7 +34,7 @@ def a_trainer(
     for seed, (name, adapter) in enumerate(ADAPTERS.items()):
         trainer.add_model(name, adapter)
         torch.manual_seed(seed)
-        torch.nn.init.normal_(trainer._models[name].trainable.flat, std=0.1)
+        torch.nn.init.normal_(held_models(trainer)[name].trainable.flat, std=0.1)
     return trainer
 
 
@@ -46,7 +47,7 @@ def a_pass(
 
 
 def gradient(trainer: TorchTrainer, model_id: str) -> torch.Tensor:
-    return trainer._models[model_id].trainable.gradient
+    return held_models(trainer)[model_id].trainable.gradient
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
@@ -76,7 +77,7 @@ def test_a_diverged_model_does_not_affect_others_in_its_pass(
     value: float, dtype: torch.dtype
 ) -> None:
     together, alone = a_trainer(dtype=dtype), a_trainer(dtype=dtype)
-    together._models["low"].trainable.flat.detach()[::7] = value
+    held_models(together)["low"].trainable.flat.detach()[::7] = value
     passes = [a_pass(together, name, [5, 6]) for name in ADAPTERS]
 
     together.run_batch(passes, lambda: None)

@@ -10,6 +10,7 @@ import torch
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.trainers import held_models
 from tinkercloud_worker.engine.trainer import OptimizerStep
 from tinkercloud_worker.engine.turns.engine_thread import (
     Batcher,
@@ -45,11 +46,11 @@ def a_trainer() -> TorchTrainer:
 def give_gradients(trainer: TorchTrainer, seed: int) -> None:
     torch.manual_seed(seed)
     for name in STEPS:
-        trainer._models[name].trainable.gradient.normal_()
+        held_models(trainer)[name].trainable.gradient.normal_()
 
 
 def weights(trainer: TorchTrainer, name: str) -> torch.Tensor:
-    return trainer._models[name].trainable.flat.detach()
+    return held_models(trainer)[name].trainable.flat.detach()
 
 
 def steps() -> list[OptimizerStep]:
@@ -64,7 +65,7 @@ def test_models_get_the_bits_that_each_gets_alone() -> None:
         assert metrics == expected
         for name in STEPS:
             assert torch.equal(weights(together, name), weights(alone, name))
-            assert not together._models[name].trainable.gradient.any()
+            assert not held_models(together)[name].trainable.gradient.any()
         for trainer in (together, alone):
             give_gradients(trainer, seed)
 
@@ -72,7 +73,7 @@ def test_models_get_the_bits_that_each_gets_alone() -> None:
 def test_a_step_computes_the_bits_of_torch_adamw() -> None:
     trainer = a_trainer()
     trainer.optim_step("decayed", STEPS["decayed"])
-    twin = a_trainer()._models["decayed"].trainable
+    twin = held_models(a_trainer())["decayed"].trainable
     optimizer = torch.optim.AdamW(
         [twin.flat], lr=0.01, betas=(0.8, 0.95), eps=1e-12, weight_decay=0.1, fused=True
     )
@@ -84,14 +85,14 @@ def test_a_step_computes_the_bits_of_torch_adamw() -> None:
 
 def test_a_gradient_that_is_not_finite_leaves_every_model_unchanged() -> None:
     trainer, untouched = a_trainer(), a_trainer()
-    trainer._models["same"].trainable.gradient[3] = torch.nan
+    held_models(trainer)["same"].trainable.gradient[3] = torch.nan
 
     with pytest.raises(InvalidRequest, match="NaN or infinity"):
         trainer.stepper.run_batch(steps(), lambda: None)
 
     for name in STEPS:
         assert torch.equal(weights(trainer, name), weights(untouched, name))
-    assert trainer._models["clipped"].trainable.gradient.any()
+    assert held_models(trainer)["clipped"].trainable.gradient.any()
 
 
 class Counted:
@@ -153,7 +154,7 @@ def test_steps_that_wait_run_as_one_job() -> None:
 
 def test_a_step_that_fails_in_company_fails_alone() -> None:
     trainer, alone = a_trainer(), a_trainer()
-    trainer._models["same"].trainable.gradient[3] = torch.nan
+    held_models(trainer)["same"].trainable.gradient[3] = torch.nan
 
     outcomes = dict(zip(STEPS, asyncio.run(run_together(Counted(trainer.stepper))), strict=True))
 
@@ -161,7 +162,7 @@ def test_a_step_that_fails_in_company_fails_alone() -> None:
     for name, outcome in outcomes.items():
         assert outcome == alone.optim_step(name, STEPS[name])
         assert torch.equal(weights(trainer, name), weights(alone, name))
-    assert not trainer._models["same"].trainable.gradient.any()
+    assert not held_models(trainer)["same"].trainable.gradient.any()
 
 
 def test_a_removed_model_does_not_join() -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.requests.sampling_requests import SamplingParams
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel
+from tinkercloud_worker.chat.answer_rules import Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.conversation import (
     MAX_MESSAGES,
     Asked,
@@ -23,6 +24,7 @@ from tinkercloud_worker.chat.conversation import (
     read_object,
 )
 from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.thoughts import Thought
 from tinkercloud_worker.chat.tool_calls import ToolCall
 
 IGNORED = frozenset(
@@ -40,7 +42,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
-    "output_config": ({},),
     "speed": ("standard",),
 }
 _Blocks = str | Items[dict[str, Any]]
@@ -60,10 +61,33 @@ class AnthropicTool(WireModel):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class _ToolChoice(WireModel):
-    type: Literal["auto", "none"]
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: Name | None = None
+    """The tool of type "tool"."""
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_name(self) -> "_ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("name: required with type tool, and only then")
+        return self
+
+
+class _OutputFormat(WireModel):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _OutputConfig(WireModel):
+    """The form of the text of an answer. Other settings of the output are refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: _OutputFormat | None = None
 
 
 class CountTokensRequest(WireModel):
@@ -73,12 +97,13 @@ class CountTokensRequest(WireModel):
     messages: Annotated[Items[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: _Blocks | None = None
     tools: Annotated[Items[AnthropicTool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
-    tool_choice: _ToolChoice | None = None
+    tool_choice: _ToolChoice = _ToolChoice()
+    output_config: _OutputConfig = _OutputConfig()
 
     @property
     def used_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call, as chat templates receive them."""
-        if self.tool_choice is not None and self.tool_choice.type == "none":
+        if self.tool_choice.type == "none":
             return []
         return [
             {
@@ -123,6 +148,18 @@ class MessagesRequest(CountTokensRequest):
         Raises:
             InvalidRequest: the conversation has content that is not supported.
         """
+        form = self.output_config.format
+        functions = [
+            Function(
+                tool.name,
+                tool.input_schema,
+                f"tools.{index}.input_schema",
+                is_strict=bool(tool.strict),
+            )
+            for index, tool in enumerate(self.tools)
+        ]
+        schema = None if form is None else form.schema_
+        rule = rule_of(functions, self._choice, schema, "output_config")
         return Asked(
             model=self.model,
             prompts=[self.tokens(text)],
@@ -136,7 +173,14 @@ class MessagesRequest(CountTokensRequest):
             stops=tuple(self.stop_sequences),
             streams=self.stream,
             parses_tools=bool(self.used_tools),
+            rule=rule,
         )
+
+    @property
+    def _choice(self) -> ToolChoice:
+        choice = self.tool_choice
+        kind = {"any": "required", "tool": "named"}.get(choice.type, choice.type)
+        return ToolChoice(kind, choice.name, choice.disable_parallel_tool_use)
 
 
 def _unsupported(where: str, kind: object, accepted: str) -> InvalidRequest:
@@ -223,8 +267,8 @@ class MessageAnswer:
         self._model = asked.model
         self._num_prompt_tokens = len(asked.prompts[0])
         self._blocks: list[dict[str, Any]] = []
-        self._is_open = False
-        """Whether the stream is within a block of text."""
+        self._open: str | None = None
+        """The type of the block that the stream is within: "text" or "thinking"; None for none."""
         self._sent = 0
 
     def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
@@ -233,10 +277,11 @@ class MessageAnswer:
         for part in parts:
             if isinstance(part, ToolCall):
                 self._blocks.append(_tool_use(part))
-            elif self._blocks and self._blocks[-1]["type"] == "text":
-                self._blocks[-1]["text"] += part
-            else:
-                self._blocks.append({"type": "text", "text": part})
+                continue
+            kind = _kind_of(part)
+            if not self._blocks or self._blocks[-1]["type"] != kind:
+                self._blocks.append(_empty(kind))
+            self._blocks[-1][kind] += part
 
     def keep_prompt(self, index: int, text: str, scored: Sequence[object]) -> None:
         """Do nothing: messages do not repeat their prompt."""
@@ -255,16 +300,17 @@ class MessageAnswer:
     def _events(self, part: str | ToolCall) -> list[bytes]:
         events = []
         if isinstance(part, str):
-            if not self._is_open:
-                self._is_open = True
-                events.append(self._start({"type": "text", "text": ""}))
-            delta = {"type": "text_delta", "text": part}
+            kind = _kind_of(part)
+            if self._open != kind:
+                events += [self._stop(), self._start(_empty(kind))]
+                self._open = kind
+            delta = {"type": f"{kind}_delta", kind: str(part)}
             return [*events, _event("content_block_delta", index=self._sent, delta=delta)]
         delta = {"type": "input_json_delta", "partial_json": part.arguments_json}
         events.append(self._stop())
         events.append(self._start({**_tool_use(part), "input": {}}))
         events.append(_event("content_block_delta", index=self._sent, delta=delta))
-        self._is_open = True
+        self._open = "tool_use"
         events.append(self._stop())
         return events
 
@@ -272,9 +318,9 @@ class MessageAnswer:
         return _event("content_block_start", index=self._sent, content_block=block)
 
     def _stop(self) -> bytes:
-        if not self._is_open:
+        if self._open is None:
             return b""
-        self._is_open = False
+        self._open = None
         self._sent += 1
         return _event("content_block_stop", index=self._sent - 1)
 
@@ -315,6 +361,17 @@ class MessageAnswer:
             "stop_sequence": stop_sequence,
             "usage": usage,
         }
+
+
+def _kind_of(part: str) -> str:
+    """Return the type of the block that has a part, which is also the name of its text there."""
+    return "thinking" if isinstance(part, Thought) else "text"
+
+
+def _empty(kind: str) -> dict[str, Any]:
+    if kind == "text":
+        return {"type": "text", "text": ""}
+    return {"type": "thinking", "thinking": "", "signature": ""}
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

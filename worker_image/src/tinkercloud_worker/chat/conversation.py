@@ -11,7 +11,9 @@ from tinkercloud_protocol.requests.sampling_requests import Chunk, SamplingParam
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import read_body
 from tinkercloud_protocol.wire.json_model import WireModel, describe
+from tinkercloud_worker.chat.answer_rules import AnswerRule
 from tinkercloud_worker.chat.text import ChatText, ShownText
+from tinkercloud_worker.chat.thoughts import Thought, ThoughtSplitter
 from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
@@ -43,6 +45,8 @@ class Asked:
     top_logprobs: int = 0
     streams: bool = False
     parses_tools: bool = False
+    rule: AnswerRule | None = None
+    """The forms that the answer may have; None for any text."""
     echoed: Sequence[str] | None = None
     """The text of each prompt, which the answer begins with; None if it does not."""
     scores_prompts: bool = False
@@ -76,6 +80,8 @@ class Choice:
     """Tokens that end a sample, and have no text."""
     stops: tuple[str, ...]
     parses_tools: bool
+    thoughts: ThoughtSplitter | None = None
+    """Separates its reasoning, if the rest is JSON."""
     tokens: list[SampledToken] = field(default_factory=list)
     has_calls: bool = False
     is_complete: bool = False
@@ -100,6 +106,8 @@ class Choice:
         """
         self.is_complete = is_complete
         parts = self._parsed(self._shown.finish())
+        rest = [] if self.thoughts is None else self.thoughts.finish()
+        parts += [each for part in rest for each in self._with_calls(part)]
         if self._parser is not None:
             parts += self._marked(self._parser.finish())
         return parts
@@ -116,7 +124,11 @@ class Choice:
         return self._shown.found_stop
 
     def _parsed(self, text: str) -> list[str | ToolCall]:
-        if self._parser is None or not text:
+        texts = [text] if self.thoughts is None else self.thoughts.add(text)
+        return [each for part in texts for each in self._with_calls(part)]
+
+    def _with_calls(self, text: str) -> list[str | ToolCall]:
+        if self._parser is None or isinstance(text, Thought) or not text:
             return [text] if text else []
         return self._marked(self._parser.add(text))
 

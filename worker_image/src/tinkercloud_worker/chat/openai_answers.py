@@ -11,6 +11,7 @@ import orjson
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
 from tinkercloud_worker.chat.openai_requests import ChatCompletionRequest, CompletionRequest
 from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.thoughts import Thought
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
@@ -87,7 +88,10 @@ class _Answer:
         """Keep the prompt of a choice for the whole answer; only completions repeat it."""
 
     def _kept_text(self, index: int) -> str:
-        return "".join(part for part in self._parts.get(index, []) if isinstance(part, str))
+        parts = self._parts.get(index, [])
+        return "".join(
+            part for part in parts if isinstance(part, str) and not isinstance(part, Thought)
+        )
 
 
 def _reason(choice: Choice) -> str:
@@ -128,6 +132,8 @@ class ChatAnswer(_Answer):
         return self._choice(index, {}, reason=_reason(choice))
 
     def _delta(self, index: int, part: Part) -> dict[str, Any]:
+        if isinstance(part, Thought):
+            return {"reasoning_content": str(part)}
         if isinstance(part, str):
             return {"content": part}
         number = self._num_calls.get(index, 0)
@@ -154,6 +160,9 @@ class ChatAnswer(_Answer):
         calls = [_call(part) for part in self._parts.get(index, []) if isinstance(part, ToolCall)]
         text = self._kept_text(index)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        thoughts = [part for part in self._parts.get(index, []) if isinstance(part, Thought)]
+        if thoughts:
+            message["reasoning_content"] = "".join(thoughts)
         if calls:
             message.update(content=text or None, tool_calls=calls)
         return {

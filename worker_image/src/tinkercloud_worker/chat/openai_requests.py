@@ -4,15 +4,17 @@ https://platform.openai.com/docs/api-reference/chat/create
 https://platform.openai.com/docs/api-reference/completions/create
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from tinkercloud_protocol.requests.sampling_requests import LogitParams, SamplingParams
 from tinkercloud_protocol.wire import exact_json
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel, few_entries
 from tinkercloud_protocol.wire.shown import shown
+from tinkercloud_worker.chat.answer_rules import ANY_OBJECT, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.chat_images import content_for_template, images_of
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
@@ -32,9 +34,7 @@ IGNORED = frozenset(
 )
 """Fields that do not change the answer of this server."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "functions": ([],),
     "best_of": (1,),
     "suffix": ("",),
@@ -157,6 +157,7 @@ class _Function(WireModel):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class OpenAITool(WireModel):
@@ -164,6 +165,60 @@ class OpenAITool(WireModel):
 
     type: Literal["function"]
     function: _Function
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates receive it."""
+        return self.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+class _NamedFunction(WireModel):
+    name: Name
+
+
+class _NamedTool(WireModel):
+    type: Literal["function"]
+    function: _NamedFunction
+
+
+def _a_choice(choice: object) -> object:
+    """Return a value unless it is no choice of tools; errors of a union name each alternative."""
+    names_function = (
+        isinstance(choice, dict)
+        and choice.get("type") == "function"
+        and isinstance(choice.get("function"), dict)
+        and isinstance(choice["function"].get("name"), str)
+    )
+    if names_function or choice in ("auto", "none", "required"):
+        return choice
+    raise ValueError(
+        'must be "auto", "none", "required" or {"type": "function", "function": {"name": NAME}}'
+    )
+
+
+class _JsonSchema(WireModel):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class _ResponseFormat(WireModel):
+    """The form of the text of an answer. Schemas are enforced, whether `strict` is set or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> "_ResponseFormat":
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: required with type json_schema, and only then")
+        return self
+
+    @property
+    def schema_of_text(self) -> Mapping[str, Any] | None:
+        """The JSON schema of the text; None if it may be any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return ANY_OBJECT if self.type == "json_object" else None
 
 
 TemplateOptions = Annotated[
@@ -187,7 +242,11 @@ class ChatCompletionRequest(_Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
     tools: Annotated[Items[OpenAITool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | _NamedTool, BeforeValidator(_a_choice)
+    ] = "auto"
+    parallel_tool_calls: bool = True
+    response_format: _ResponseFormat = _ResponseFormat(type="text")
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
 
@@ -199,8 +258,8 @@ class ChatCompletionRequest(_Sampling):
         """
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs: needs logprobs to be true")
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        tools = tools if self.tool_choice == "auto" else []
+        rule = rule_of(self._functions, self._choice, self.response_format.schema_of_text)
+        tools = [tool.for_template for tool in self.tools if self.tool_choice != "none"]
         messages = [message.for_template(index) for index, message in enumerate(self.messages)]
         images = [
             image
@@ -219,7 +278,28 @@ class ChatCompletionRequest(_Sampling):
             top_logprobs=self.top_logprobs,
             streams=self.stream,
             parses_tools=bool(tools),
+            rule=rule,
         )
+
+    @property
+    def _choice(self) -> ToolChoice:
+        choice, is_one_call = self.tool_choice, not self.parallel_tool_calls
+        if isinstance(choice, _NamedTool):
+            return ToolChoice("named", choice.function.name)
+        return ToolChoice(choice, is_one_call=is_one_call)
+
+    @property
+    def _functions(self) -> list[Function]:
+        functions = enumerate(tool.function for tool in self.tools)
+        return [
+            Function(
+                each.name,
+                each.parameters or ANY_OBJECT,
+                f"tools.{index}.function.parameters",
+                is_strict=bool(each.strict),
+            )
+            for index, each in functions
+        ]
 
 
 _OWN_OPTIONS = frozenset(

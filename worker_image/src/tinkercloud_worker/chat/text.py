@@ -15,6 +15,7 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.chat.answer_rules import HERMES_CALL, THINK, THINK_END, Reasoning
 from tinkercloud_worker.chat.exact_values import ExactValues
 from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.token_bytes import TokenBytes
@@ -22,9 +23,10 @@ from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
 """Tokens with which the templates of public families end a turn."""
+_END_TOKENS = 32
+"""Tokens that hold a mark at the end of a prompt, and white space after it."""
 _SHOWN_CHARACTERS = 1000
 """Maximum length of a template's error in ours."""
-HERMES_CALL = "<tool_call>"
 _MARKS = re.compile("think|thought|reason|channel|tool.?call", re.IGNORECASE)
 """Names of special tokens that mark reasoning, channels and tool calls in a model's output."""
 _CHANNEL = "<|channel|>"
@@ -55,6 +57,8 @@ class ChatText:
         """Returns the bytes of a token; None if its tokenizer does not define them."""
         self._templates = _templates_of(tokenizer)
         ids: dict[str, int] = tokenizer.get_vocab()
+        self.num_tokens = max(ids.values()) + 1
+        """Tokens of the tokenizer; the model may have more, which mean nothing."""
         self.turn_ends = frozenset(
             ids[mark]
             for mark in _TURN_ENDS
@@ -73,10 +77,23 @@ class ChatText:
         Others that use the same tag write parameters as XML. Tokenizers that can't write the tag
         as it is make no calls that could be found.
         """
-        template = self._templates.get("tool_use", self._templates.get("default", ""))
+        template = self._tool_template
         is_hermes = "tools" in template and HERMES_CALL in template and "<function=" not in template
         tag = self._tokenizer.encode(HERMES_CALL, add_special_tokens=False)
         return is_hermes and self.decode(tag) == HERMES_CALL
+
+    @property
+    def _tool_template(self) -> str:
+        return self._templates.get("tool_use", self._templates.get("default", ""))
+
+    def reasoning_after(self, prompt: Sequence[int]) -> Reasoning:
+        """Return whether the answer to a prompt begins with reasoning (`<think>`)."""
+        if THINK_END not in self._tool_template:
+            return Reasoning.NONE
+        end = self.decode_all(list(prompt[-_END_TOKENS:])).rstrip()
+        if end.endswith(THINK):
+            return Reasoning.OPEN
+        return Reasoning.NONE if end.endswith(THINK_END) else Reasoning.POSSIBLE
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text to continue, with those that begin a text of the model.
@@ -100,8 +117,12 @@ class ChatText:
                 f" got {str(outside)[:40]}"
             )
 
+    def encode_part(self, text: str) -> list[int]:
+        """Return the tokens of a part of a text."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
     def _count(self, text: str) -> int:
-        return len(self._tokenizer.encode(text, add_special_tokens=False))
+        return len(self.encode_part(text))
 
     def render(
         self,
@@ -154,7 +175,7 @@ class ChatText:
                 f"messages: the model's chat template rejects this conversation: {why}"
             ) from None
         check_text(text, self._max_tokens, self._count, "messages")
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return self.encode_part(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without hidden ones."""

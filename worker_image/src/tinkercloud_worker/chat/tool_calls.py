@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.text import HERMES_CALL, suffix_length
+from tinkercloud_worker.chat.answer_rules import HERMES_CALL
+from tinkercloud_worker.chat.text import suffix_length
 
 _END = "</tool_call>"
 _ARGUMENTS = ("arguments", "parameters")

@@ -8,7 +8,7 @@ selected by URL (obstore).
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Literal
 
@@ -220,7 +220,7 @@ class CheckpointStore:
         # Not a copy within the store: S3 can't copy more than 5 GiB in one request.
         await self._put_files(manifest, files)
         await self._put_manifest(manifest, mode="overwrite")
-        await self._sweep(manifest)
+        await self._delete_others(path.prefix, manifest)
         return manifest
 
     async def refuse_duplicate(self, path: CheckpointPath, *, overwrite: bool) -> None:
@@ -249,7 +249,7 @@ class CheckpointStore:
         with suppress(FileNotFoundError), store_errors():
             await obstore.delete_async(self._store, path.manifest_key)
         with suppress(FileNotFoundError):
-            await self._delete_others(path.prefix, set())
+            await self._delete_others(path.prefix, None)
 
     async def _put_files(self, manifest: CheckpointManifest, files: Mapping[str, bytes]) -> None:
         with store_errors():
@@ -307,13 +307,12 @@ class CheckpointStore:
         key = suspended_key(manifest.run_id)
         with store_errors():
             await durable.put_atomically(self._store, key, encode_manifest(manifest), "overwrite")
-        kept = {manifest.key_of(name) for name in manifest.files} | {key}
-        await self._delete_others(suspended_prefix(manifest.run_id), kept)
+        await self._delete_others(suspended_prefix(manifest.run_id), manifest)
 
     async def discard_suspended(self, manifest: SuspendedManifest) -> None:
         """Delete the files of a suspended state that will not be committed, as far as possible."""
         with suppress(FileNotFoundError, StoreFailed):
-            await self._delete_others(manifest.key_of(""), set())
+            await self._delete_others(manifest.key_of(""), None)
 
     async def keep_suspended(self, run_id: str, manifest: SuspendedManifest | None) -> None:
         """Delete the files of other suspended states of a run, as far as possible.
@@ -322,9 +321,8 @@ class CheckpointStore:
             run_id: the run.
             manifest: of the state that is kept, if there is one.
         """
-        kept = {manifest.key_of(name) for name in manifest.files} if manifest is not None else set()
         with suppress(FileNotFoundError, StoreFailed):
-            await self._delete_others(suspended_prefix(run_id), kept | {suspended_key(run_id)})
+            await self._delete_others(suspended_prefix(run_id), manifest)
 
     async def withdraw_suspended(self, manifest: SuspendedManifest) -> None:
         """Delete a suspended state, its manifest first. Idempotent.
@@ -334,7 +332,7 @@ class CheckpointStore:
         with suppress(FileNotFoundError), store_errors():
             await obstore.delete_async(self._store, suspended_key(manifest.run_id))
         try:
-            await self._delete_others(suspended_prefix(manifest.run_id), set())
+            await self._delete_others(suspended_prefix(manifest.run_id), None)
         except StoreFailed as error:
             log.warning(
                 "failed to delete files of a suspended state", of=str(manifest), error=str(error)
@@ -360,12 +358,11 @@ class CheckpointStore:
         with suppress(FileNotFoundError), store_errors():
             await obstore.delete_async(self._store, evicted.key)
 
-    async def _sweep(self, manifest: CheckpointManifest) -> None:
-        """Delete files in a checkpoint's folder that do not belong to it."""
-        kept = {manifest.key_of(name) for name in manifest.files} | {manifest.path.manifest_key}
-        await self._delete_others(manifest.path.prefix, kept)
-
-    async def _delete_others(self, prefix: str, kept: Set[str]) -> None:
+    async def _delete_others(
+        self, prefix: str, manifest: CheckpointManifest | SuspendedManifest | None
+    ) -> None:
+        """Delete the files of a folder that do not belong to the one state that it has, if any."""
+        kept = manifest.object_keys if manifest is not None else frozenset()
         with store_errors():
             async for batch in obstore.list(self._store, prefix):
                 stray = [entry["path"] for entry in batch if entry["path"] not in kept]

@@ -9,27 +9,20 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined] # public, missing in __all__
-from torch.multiprocessing.reductions import reduce_tensor
 
 from tinkercloud_worker.device import memory
 from tinkercloud_worker.device.pass_memory import HostPeak, PeakMeter
 
 Backend = Literal["nccl", "gloo"]
 """Communication backend of a process group. NCCL needs a GPU of its own for each rank."""
-Memory = Literal["cuda", "cpu"]
-"""Memory that processes on one machine can share: GPU memory or host memory."""
-
-DEVICE_OF_BACKEND: Mapping[Backend, Memory] = {"gloo": "cpu", "nccl": "cuda"}
+DEVICE_OF_BACKEND: Mapping[Backend, Literal["cuda", "cpu"]] = {"gloo": "cpu", "nccl": "cuda"}
 """The device of the tensors that each backend sends."""
-
-_DEVICE_ARGUMENT = 6
-"""Position of the device's index among the arguments of torch's `rebuild_cuda_tensor`."""
 
 
 def is_available() -> bool:
@@ -258,20 +251,3 @@ def broadcast_from_gpu(store: Store, ranks: int, timeout: timedelta) -> Callable
         torch.cuda.synchronize()
 
     return broadcast
-
-
-def ipc_handle(tensor: Tensor) -> tuple[Callable[..., Tensor], tuple[Any, ...]] | None:
-    """Return what another process needs to open a GPU tensor through CUDA IPC.
-
-    torch passes the GPU's index, which differs between processes; this passes its UUID, as SGLang
-    does.
-
-    Returns:
-        A function and its arguments, like a `pickle` reducer; None for tensors that are not on a
-        GPU.
-    """
-    if not tensor.is_cuda:
-        return None
-    rebuild, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
-    name = str(torch.cuda.get_device_properties(tensor.device).uuid)
-    return rebuild, (*arguments[:_DEVICE_ARGUMENT], name, *arguments[_DEVICE_ARGUMENT + 1 :])

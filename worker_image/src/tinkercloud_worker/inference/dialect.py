@@ -104,6 +104,24 @@ def reject_images(request: SamplingRequest, server: str) -> None:
         )
 
 
+def reject_grammars(request: SamplingRequest, server: str) -> None:
+    """Reject a request whose samples must have a form.
+
+    Args:
+        request: the request.
+        server: name of the program that is not asked for it.
+
+    Raises:
+        InvalidRequest: the request has a grammar.
+    """
+    if request.grammar is not None:
+        raise InvalidRequest(
+            "response_format, tool_choice, parallel_tool_calls, strict: answers can't be"
+            f" constrained, because this model's sampler is {server}; leave these fields out, or"
+            " use a sampler with backend torch or sglang"
+        )
+
+
 def bounded_top_k(top_k: int) -> int:
     """Return a top_k that fits in 32 bits: servers crash on larger numbers.
 

@@ -26,6 +26,7 @@ from tinkercloud_worker.inference.dialect import (
     Ranked,
     bounded_top_k,
     reject_alternatives,
+    reject_grammars,
     reject_images,
     top_logprobs,
 )
@@ -108,6 +109,7 @@ class VllmDialect:
         tokens if it runs with `--enable-prompt-tokens-details`.
         """
         reject_images(request, "vLLM")
+        reject_grammars(request, "vLLM")
         is_greedy = request.temperature == 0
         body = self._body(request, adapter) | {
             "n": 1 if is_greedy else request.num_samples,

@@ -280,8 +280,7 @@ class Shipping:
             raise StoreFailed("the journal has ended")
         if self._written_base is not base:
             raise StoreFailed(self.failure or "the checkpoint store failed")
-        kept = {snapshot.key_of(name) for name in snapshot.files}
-        await self._shared.remove_files(sorted(superseded - kept))
+        await self._shared.remove_files(sorted(superseded - snapshot.object_keys))
         await self._collect(first_index)
 
     def _check_room(self) -> None:

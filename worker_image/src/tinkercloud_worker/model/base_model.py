@@ -9,13 +9,12 @@ requests.
 Shape legend: B rows of a batch, T positions, D hidden size, R concatenated positions, V vocabulary.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import PreTrainedModel
 
@@ -27,18 +26,9 @@ from tinkercloud_worker.device.packing import (
     use_own_attention,
     use_packed_attention,
 )
-from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.deltas import DeltaSpans, add_deltas
-from tinkercloud_worker.lora.experts import (
-    FusedExperts,
-    find_experts,
-    guard_gradients,
-    unadaptable_experts,
-    with_deltas,
-)
-from tinkercloud_worker.lora.segments import WeightSegment, delta_of, expert_deltas
-from tinkercloud_worker.lora.stacks import LoraProducts
+from tinkercloud_worker.lora.segments import WeightSegment
 from tinkercloud_worker.model import fused_kernels
+from tinkercloud_worker.model.adapted_layers import AdaptedLayers, replaced_weights
 from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     blank_model,
@@ -57,6 +47,8 @@ from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.model.router_counts import RouterCounts
 from tinkercloud_worker.model.self_check import check_logits, keeps_sequences_apart
 from tinkercloud_worker.vision.spans import Images, ImageSpan
+
+log = logging.getLogger(__name__)
 
 
 class TorchBaseModel:
@@ -81,21 +73,20 @@ class TorchBaseModel:
         self.dtype: torch.dtype = model.dtype
         """The dtype of base weights and hidden states."""
         self._backbone, self._lm_head = backbone_and_lm_head(model)
-        self._segments: Sequence[WeightSegment] = ()
-        self._products = LoraProducts(())
         self._backbone_name = name_of(model, self._backbone)
         self._lm_head_name = name_of(model, self._lm_head)
         self.targets = find_targets(model, self._backbone_name, self._lm_head_name)
         self.router_counts = RouterCounts()
         """Counts the tokens routed to experts in a pass."""
-        self.unadaptable_experts = self._adapt_all(model, packed=packed)
+        self._layers = AdaptedLayers(model, round_behind_embedding(model))
+        self.unadaptable_experts = self._layers.adapt_all(
+            self.targets, self.router_counts, packed=packed
+        )
         """The class of experts that can't be adapted, if the model has any."""
-        self._recomputes = False
         layers = layers_of(self._backbone)
         self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
         for name, layer in layers:
-            self._make_recomputable(f"{self._backbone_name}.{name}.", layer)
-        self._embedding_weight = round_behind_embedding(model)
+            self._layers.make_recomputable(f"{self._backbone_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._lm_head, "bias", None)
         self.frozen_lm_head = FrozenLinear(self._lm_head_weight(), bias, packed=packed)
@@ -112,19 +103,6 @@ class TorchBaseModel:
         if self.takes_packs and not keeps_sequences_apart(self):
             self.takes_packs = False
             use_own_attention(model)
-
-    def _adapt_all(self, model: PreTrainedModel, *, packed: bool) -> str | None:
-        """Prepare layers for adapters; return the class of experts that can't be adapted."""
-        for target in self.targets:
-            if target.group != "unembed" and not target.experts:
-                self._adapt(target, model.get_submodule(target.name), packed=packed)
-        experts = find_experts(model)
-        for each in experts:
-            module = model.get_submodule(each.name)
-            guard_gradients(module)
-            self._adapt_experts(each, module)
-            self.router_counts.watch(module)
-        return unadaptable_experts(experts, model)
 
     @classmethod
     def load(
@@ -147,7 +125,9 @@ class TorchBaseModel:
             UnsupportedModelError: this engine does not compute the architecture correctly, or the
                 files do not match the configuration.
         """
+        log.info("loading", extra={"progress": "reading and checking the weights"})
         model = load_pretrained(path, dtype)
+        log.info("loading", extra={"progress": "comparing its results with those of transformers"})
         nn.Module.to(model, torch.device(device))
         base = cls(model, packed=packed)
         base.fingerprint = fingerprint_of(path)
@@ -289,28 +269,24 @@ class TorchBaseModel:
         recompute: bool,
     ) -> Tensor:
         # Recomputed layers round their own weights each time.
-        own = self._layer_prefixes if recompute else ()
-        replaced = self._rounded(self._replaced_weights(segments), f"{self._backbone_name}.", own)
-        self._products = LoraProducts(segments)
-        self._segments, self._recomputes = segments, recompute
-        try:
-            with self.images.inserted(arguments, spans) as inputs:
-                output = (
-                    torch.func.functional_call(self._backbone, replaced, (), inputs)
-                    if replaced
-                    else self._backbone(**inputs)
-                )
-        finally:
-            # The graph has what a backward pass needs.
-            self._products = LoraProducts(())
-            self._segments, self._recomputes = (), False
+        own, prefix = self._layer_prefixes if recompute else (), f"{self._backbone_name}."
+        replaced = self._layers.rounded(replaced_weights(segments), prefix, own)
+        with (
+            self._layers.using(segments, recompute=recompute),
+            self.images.inserted(arguments, spans) as inputs,
+        ):
+            output = (
+                torch.func.functional_call(self._backbone, replaced, (), inputs)
+                if replaced
+                else self._backbone(**inputs)
+            )
         hidden_BTD: Tensor = output.last_hidden_state
         return hidden_BTD if self._logits_factor == 1 else hidden_BTD * self._logits_factor
 
     def logits(self, hidden_RD: Tensor, segments: Sequence[WeightSegment]) -> Tensor:
         """Return float32 logits [R, V] of hidden states; `segments` cover the R positions."""
         with torch.no_grad():
-            lm_head = self.lm_head(self._replaced_weights(segments))
+            lm_head = self.lm_head(replaced_weights(segments))
             layer = LMHead(lm_head, self.lm_head_adapters(segments), cap=self.logits_cap)
             return layer.logits(hidden_RD)
 
@@ -354,106 +330,6 @@ class TorchBaseModel:
         )
         return str(next(names))
 
-    def _replaced_weights(self, segments: Sequence[WeightSegment]) -> Mapping[str, Tensor] | None:
-        whole = [r.weights for r in segments if r.weights and r.weights.lora_scale is None]
-        if not whole:
-            return None
-        if len(segments) != 1:
-            raise ValueError("the weights of a full model must cover all rows of a pass")
-        return whole[0].tensors
-
-    def _rounded(
-        self, tensors: Mapping[str, Tensor] | None, prefix: str, others: tuple[str, ...] = ()
-    ) -> dict[str, Tensor]:
-        """Return the weights that replace a module's own, rounded under autograd.
-
-        The input embedding is not rounded here: its output is, after the lookup.
-
-        Args:
-            tensors: the weights of a full model; None for the base.
-            prefix: the prefix of the module's weight names, stripped from the result.
-            others: prefixes of names to leave out.
-        """
-        return {
-            own: tensor if name == self._embedding_weight else tensor.to(self.dtype)
-            for name, tensor in (tensors or {}).items()
-            if name.startswith(prefix) and not (own := name.removeprefix(prefix)).startswith(others)
-        }
-
-    def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
-        """Make a linear layer add the LoRA deltas of a pass."""
-        if self.dtype == torch.float32:
-            if packed and isinstance(module, nn.Linear):
-                _freeze(module)
-            module.register_forward_hook(partial(self._add_deltas, target))
-            return
-        plain = module.forward
-
-        def forward(x: Tensor) -> Tensor:
-            if not self._products.adapts(target):
-                result: Tensor = plain(x)
-                return result
-            weight, bias = cast("Tensor", module.weight), cast("Tensor | None", module.bias)
-            if not isinstance(module, nn.Linear):
-                weight = weight.T
-            return self._products.linear(target, x, weight, bias)
-
-        # Assigned to the instance, so that the module keeps its class and parameter names.
-        module.forward = forward
-
-    def _adapt_experts(self, experts: FusedExperts, module: nn.Module) -> None:
-        """Make the experts of a layer add the LoRA deltas of a pass."""
-        plain = module.forward
-
-        # transformers passes these parameters by name.
-        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-            parts = [
-                (segment.rows, expert_deltas(experts, segment.weights))
-                for segment in self._segments
-            ]
-            adapted = any(deltas for _, deltas in parts)
-            compute = with_deltas(module, plain, parts) if adapted else plain
-            return compute(hidden_states, top_k_index, top_k_weights)
-
-        # Assigned to the instance, so that the module keeps its class and parameter names.
-        module.forward = forward
-
-    def _add_deltas(
-        self, target: Target, _module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor
-    ) -> Tensor:
-        """Add LoRA deltas to a layer's output (a forward hook)."""
-        parts = self._parts(target)
-        return add_deltas(inputs[0], output, parts) if any(t for _, t in parts) else output
-
-    def _parts(self, target: Target) -> DeltaSpans:
-        return [(segment.rows, delta_of(target, segment.weights)) for segment in self._segments]
-
-    def _make_recomputable(self, prefix: str, layer: nn.Module) -> None:
-        """Let a layer be recomputed in the backward pass with the weights of the forward pass."""
-        forward = layer.forward
-
-        def recomputable(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
-            if not self._recomputes:
-                return forward(*args, **kwargs)
-            segments, products = self._segments, self._products
-            tensors = self._replaced_weights(segments)
-
-            def compute(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as the layer's
-                before = self._segments, self._products, self._recomputes
-                replaced = self._rounded(tensors, prefix)
-                self._segments, self._products, self._recomputes = segments, products, False
-                try:
-                    return torch.func.functional_call(layer, replaced, args, kwargs)
-                finally:
-                    self._segments, self._products, self._recomputes = before
-
-            return checkpoint(
-                compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
-            )
-
-        # Assigned to the instance, so that the layer keeps its class and parameter names.
-        layer.forward = recomputable
-
 
 def _frozen(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model with frozen weights and faster kernels."""
@@ -469,16 +345,3 @@ def layers_of(backbone: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
     name, layers = max(lists, key=lambda found: len(found[1]), default=("", nn.ModuleList()))
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
-
-
-def _freeze(module: nn.Linear) -> None:
-    """Make a linear layer use its prepacked weight, unless another weight replaces it."""
-    frozen = FrozenLinear(module.weight, module.bias, packed=True)
-
-    def forward(x: Tensor) -> Tensor:
-        if module.weight is frozen.weight:
-            return frozen(x)
-        return nn.functional.linear(x, module.weight, module.bias)
-
-    # Assigned to the instance, so that the module keeps its class and parameter names.
-    module.forward = forward  # type: ignore[method-assign,assignment]

@@ -394,20 +394,53 @@ class SamplerClientCount(Table):
 
 
 class AuditEntry(Table):
-    """A request that changed something, or tried to."""
+    """A request that changed something, or tried to; or its outcome. Rows are only added."""
 
     __tablename__ = "audit_entries"
     __table_args__ = (
         Index("audit_entries_by_owner", "owner", "at"),
         Index("audit_entries_by_time", "at"),
+        Index("audit_entries_by_event", "event"),
     )
 
-    id: Mapped[int] = mapped_column(primary_key=True)
-    at: Mapped[datetime] = mapped_column(default=now)
+    id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    """Its number: one more than that of the row before."""
+    at: Mapped[datetime]
     owner: Mapped[str]
     """Owner of the key that sent the request."""
     key_id: Mapped[int | None]
     """The key; None for a command on the server, and for a logout."""
     event: Mapped[str]
-    """What the request asked for, such as `create_model` or `checkpoints_delete`."""
+    """What the request asked for, such as `model_create` or `checkpoint_delete`."""
     details: Mapped[dict[str, Any]]
+    outcome_of: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    """The row of the request, if this is its outcome."""
+    hash: Mapped[str]
+    """As `audit_chain.link`."""
+
+
+class AuditChain(Table):
+    """The end of the audit log, in one row, which every writer locks."""
+
+    __tablename__ = "audit_chain"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    number: Mapped[int] = mapped_column(BigInteger)
+    """Number of the newest entry; 0 if there was none."""
+    hash: Mapped[str]
+    """Its hash; empty if there was none."""
+
+
+class StoredDay(Table):
+    """What an owner's checkpoints of a base model, in a project, occupied on a day."""
+
+    __tablename__ = "stored_days"
+
+    day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Days from 1970-01-01 in UTC."""
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    project_id: Mapped[str] = mapped_column(primary_key=True)
+    """Empty for none."""
+    base_model: Mapped[str] = mapped_column(primary_key=True)
+    """Empty if it is not known."""
+    size_bytes: Mapped[int] = mapped_column(BigInteger)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import Checkpoint, Session, TrainingRun, UsageHour
+from tinkercloud_api.catalog.usage.stored_days import StoredDays
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ProjectStorage:
     size_bytes: int
 
 
-class Billing(Statements):
+class Billing(StoredDays):
     """A part of the catalog's queries."""
 
     async def hours(

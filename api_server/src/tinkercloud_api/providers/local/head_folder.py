@@ -7,6 +7,8 @@ every server can detect its end, even one that did not start it.
 import asyncio
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import re
 import zlib
@@ -18,6 +20,13 @@ from tinkercloud_api.providers.base import HeadFailed
 
 _LOG_TAIL_BYTES = 4096
 _IS_ERROR = re.compile(r'"level": "(error|critical)"|Error\b')
+
+
+def folder_of(state_dir: Path, model_name: str) -> Path:
+    """Return the folder of the head of a model, with a readable name that no other model has."""
+    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", model_name).strip("-.")[:48]
+    unique = hashlib.sha256(model_name.encode()).hexdigest()[:8]
+    return state_dir.absolute() / "heads" / f"{readable}-{unique}"
 
 
 class HeadFolder:
@@ -84,6 +93,14 @@ class HeadFolder:
             return self.reason.read_text().strip() or None
         return None
 
+    def progress(self) -> str | None:
+        """Return what the head has logged last about how far it is; None if it has not yet."""
+        with contextlib.suppress(FileNotFoundError):
+            for line in reversed(self._log_lines()):
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    return str(json.loads(line)["progress"])
+        return None
+
     def logged_error(self) -> str | None:
         """Return the last error that the head has logged, if any."""
         errors = [each for each in self._log_lines() if _IS_ERROR.search(each)]
@@ -95,7 +112,9 @@ class HeadFolder:
         return f"status {code}, and its log ends with {(lines or ['nothing'])[-1][:500]}"
 
     def _log_lines(self) -> list[str]:
-        tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            tail = log.read().decode(errors="replace")
         return [line for line in tail.splitlines() if line.strip()]
 
 

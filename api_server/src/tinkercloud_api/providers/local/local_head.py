@@ -10,17 +10,15 @@ writing suspended runs, and no other head may replace it.
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -38,7 +36,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_api.providers.head_progress import describe, weight_bytes
-from tinkercloud_api.providers.local.head_folder import HeadFolder, lock_content
+from tinkercloud_api.providers.local.head_folder import HeadFolder, folder_of, lock_content
 from tinkercloud_protocol.heads.launch import (
     BaseModelSource,
     HeadConfig,
@@ -54,8 +52,8 @@ _ADOPT_SECONDS = 5.0
 _LEASE_RETRY_SECONDS = 0.2
 _STOP_MARGIN_SECONDS = 10.0
 """Time for a head to exit after its own shutdown timeout, before it is killed."""
-_PROGRESS_SECONDS = 15.0
-"""How often a server logs that a head is still loading."""
+_PROGRESS_SECONDS = 5.0
+"""How often a server logs how far a head is that loads or stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class LocalHead:
         self._settings = settings
         self._client = client
         self._record_usage = record_usage
-        self._folder = HeadFolder(settings.state_dir.absolute() / "heads" / _slug(model.name))
+        self._folder = HeadFolder(folder_of(settings.state_dir, model.name))
         self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
@@ -98,6 +96,8 @@ class LocalHead:
         self.journals = self._folder.path / "journals"
         """Folder of the journals of its runs, from which the next head continues them."""
         self.endpoint: HeadEndpoint | None = None
+        self.failure: str | None = None
+        """Why the last start failed; None if it did not."""
         self.newly_ended: list[str] = []
         """Generations that have ended and were not yet returned by `LocalProvider.newly_ended`."""
 
@@ -128,6 +128,7 @@ class LocalHead:
             return
         error = task.exception()
         self._backoff.record(error)
+        self.failure = str(error) if error is not None else None
         if error is not None:
             log.error("session head failed to start", model=self._model.name, error=str(error))
 
@@ -156,11 +157,8 @@ class LocalHead:
             "session head started; loading the model", model=self._model.name, pid=self._process.pid
         )
         self._started_at = time.monotonic()
-        reporting = asyncio.create_task(self._report_progress())
-        try:
+        async with self._reporting("the model is loading", self.progress):
             await self._wait_until_ready(endpoint, self._process)
-        finally:
-            reporting.cancel()
         await self._check_protocol(endpoint, self._process)
         self._adopted(endpoint)
         record = _Record(self._process.pid, url, generation)
@@ -170,7 +168,9 @@ class LocalHead:
     async def _spawn(self, listening_fd: int) -> asyncio.subprocess.Process:
         folder = self._folder
         folder.keep_log()
-        with folder.locked() as lock, folder.log.open("wb") as output:
+        with folder.locked() as lock, folder.log.open("ab") as output:
+            # Writes append, so that a program which rotates logs can truncate it later, too.
+            output.truncate(0)
             folder.reason.unlink(missing_ok=True)
             # Left behind by killed heads; the lock guarantees that none of them is running.
             await asyncio.to_thread(shutil.rmtree, folder.path / "scratch", ignore_errors=True)
@@ -194,7 +194,7 @@ class LocalHead:
             update={"orphan_grace_seconds": settings.orphan_grace_seconds}
         )
         return HeadConfig(
-            head=_slug(self._model.name),
+            head=self._folder.path.name,
             generation=generation,
             model=BaseModelSource(name=self._model.name, path=self._model.local_path or ""),
             token_file=str(self._folder.path / "token"),
@@ -263,16 +263,36 @@ class LocalHead:
                 f"{why}; restart the server, which was installed again since it started"
             )
 
+    def state(self) -> str:
+        """Describe the head: `ready`, `loading`, `failed` or `not loaded`, with why or how far."""
+        if self.endpoint is not None:
+            return "ready"
+        if self._starting is not None:
+            return f"loading {self.progress()}"
+        if self.failure is not None:
+            return f"failed: {self.failure}"
+        return "not loaded: it is when a client needs it"
+
     def progress(self) -> str:
         """Describe how far the head is that loads."""
         pid = self._process.pid if self._process is not None else None
-        return describe(time.monotonic() - self._started_at, pid, self._weight_bytes)
+        seconds = time.monotonic() - self._started_at
+        return describe(seconds, pid, self._weight_bytes, self._folder.progress())
 
-    async def _report_progress(self) -> None:
-        """Log how far the head is, from time to time, until it is ready."""
-        while True:
-            await asyncio.sleep(_PROGRESS_SECONDS)
-            log.info("the model is loading", model=self._model.name, progress=self.progress())
+    @contextlib.asynccontextmanager
+    async def _reporting(self, event: str, progress: Callable[[], str]) -> AsyncIterator[None]:
+        """Log from time to time how far the head is, within the context."""
+
+        async def report() -> None:
+            while True:
+                await asyncio.sleep(_PROGRESS_SECONDS)
+                log.info(event, model=self._model.name, progress=progress())
+
+        reporting = asyncio.create_task(report())
+        try:
+            yield
+        finally:
+            reporting.cancel()
 
     async def adopt(self) -> None:
         """Take over a head that a previous server left running, or stop it."""
@@ -303,7 +323,7 @@ class LocalHead:
         return True
 
     def _adopted(self, endpoint: HeadEndpoint) -> None:
-        log.info("the model is ready", model=self._model.name)
+        log.info("the model is ready; serving it", model=self._model.name)
         self.endpoint = endpoint
         self._lease = asyncio.create_task(self._hold_lease(endpoint))
 
@@ -358,7 +378,13 @@ class LocalHead:
             return
         ended = asyncio.create_task(self._folder.wait_until_ended())
         seconds = self._settings.timings.stop_seconds + _STOP_MARGIN_SECONDS
-        done, _ = await asyncio.wait({ended}, timeout=seconds)
+        log.info(
+            "stopping a session head, which saves its runs",
+            model=self._model.name,
+            longest=f"{seconds:.0f} s",
+        )
+        async with self._reporting("the session head is stopping", self._saving):
+            done, _ = await asyncio.wait({ended}, timeout=seconds)
         if not done:
             log.error(
                 "killing a session head that does not stop in time", model=self._model.name, pid=pid
@@ -372,11 +398,8 @@ class LocalHead:
         if self._process is not None:
             await self._process.wait()
 
-
-def _slug(name: str) -> str:
-    """Return a readable folder name that is unique to a model name."""
-    readable = re.sub(r"[^0-9A-Za-z.-]+", "-", name).strip("-.")[:48]
-    return f"{readable}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    def _saving(self) -> str:
+        return self._folder.progress() or "nothing saved yet"
 
 
 def _head_environment() -> Mapping[str, str]:

@@ -81,10 +81,19 @@ class LocalProvider(SessionProvider):
 
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
-        reason = f"the session head of {placement.base_model!r} is loading the model"
-        if (head := self._heads.get(placement.base_model)) is not None:
-            reason = f"{reason}, {head.progress()}"
+        which = f"the session head of {placement.base_model!r}"
+        head = self._heads.get(placement.base_model)
+        if head is not None and head.endpoint is not None:
+            return Pending("active", f"{which} creates the run, or reads its saved state")
+        reason = f"{which} is loading the model"
+        if head is not None:
+            reason = f"{reason} {head.progress()}"
         return Pending("paused_capacity", reason)
+
+    def state_of(self, model: ServedModel) -> str | None:
+        """See `SessionProvider.state_of`."""
+        head = self._heads.get(model.name)
+        return head.state() if head is not None else None
 
     def shared_heads(self) -> list[HeadEndpoint]:
         """See `SessionProvider.shared_heads`: all local heads are shared."""

@@ -4,7 +4,9 @@ from datetime import UTC, date, datetime, time, timedelta
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import AwareDatetime
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.access.audit_log import AuditQuery
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
@@ -13,6 +15,7 @@ from tinkercloud_protocol.responses.account_listings import AuditAnswer, AuditEv
 
 router = APIRouter(prefix="/api/v1", tags=["audit"])
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _PREFIXES = {
     "all": "",
     "checkpoints": "checkpoint_",
@@ -24,32 +27,46 @@ _PREFIXES = {
 
 
 @router.get("/audit")
+@names_no_object
 async def show_audit(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
+    since: AwareDatetime | None = None,
+    until: AwareDatetime | None = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
 ) -> AuditAnswer:
     """List the requests of a day (UTC; default: today) that changed something, earliest first.
 
-    Admins see those of all owners.
+    With `since` or `until`, those between the two instead. Admins see those of all owners.
     """
-    midnight = datetime.combine(day or now().date(), time(), UTC)
+    # Databases and time zones have limits that clients could exceed.
+    last = now() + timedelta(days=1)
+    if day is not None or (since is None and until is None):
+        since = datetime.combine(min(day or now().date(), last.date()), time(), UTC)
+        until = since + timedelta(days=1)
     query = AuditQuery(
         owner=caller.owner_filter("accessible"),
-        since=midnight,
-        until=midnight + timedelta(days=1),
+        since=min(max(since or _EPOCH, _EPOCH), last),
+        until=min(max(until or last, _EPOCH), last),
         event_prefix=_PREFIXES[event_type],
     )
     rows = await server.auditing.entries.entries(query, Page(offset, limit))
     return AuditAnswer(
         entries=[
             AuditEvent(
-                timestamp=row.at,
-                event=row.event,
-                event_details={**row.details, "owner": row.owner, "key_id": row.key_id},
+                timestamp=row.entry.at,
+                event=row.entry.event,
+                event_details={
+                    **row.entry.details,
+                    **row.outcome,
+                    "owner": row.entry.owner,
+                    "key_id": row.entry.key_id,
+                    "number": row.entry.id,
+                    "hash": row.entry.hash,
+                },
             )
             for row in rows
         ]

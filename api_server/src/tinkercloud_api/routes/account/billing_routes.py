@@ -9,6 +9,7 @@ from datetime import timedelta
 from fastapi import APIRouter
 from pydantic import AwareDatetime
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.billing_rows import SessionHour
 from tinkercloud_api.context import Caller, Server
@@ -30,6 +31,7 @@ _GIGABYTE = 1e9
 
 
 @router.get("/events")
+@names_no_object
 async def show_events(
     server: Server, caller: Caller, starting_on: AwareDatetime, ending_before: AwareDatetime
 ) -> BillingUsage:

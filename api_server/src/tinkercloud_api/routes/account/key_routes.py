@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter
 
+from tinkercloud_api.access.effects import READS, changes, declares, names_no_object
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.responses.account_listings import TokenAnswer
 from tinkercloud_protocol.responses.listings import ApiKeyInfo
@@ -10,12 +11,15 @@ router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 
 
 @router.post("/token")
+@declares(READS)
+@names_no_object
 async def issue_token(server: Server, caller: Caller) -> TokenAnswer:
     """Return an access token (JWT) for the key of the request, which is valid for an hour."""
     return TokenAnswer(jwt=server.authenticator.token(caller))
 
 
 @router.get("/apikey/me")
+@names_no_object
 async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
     """Describe the key of the request."""
     details = {"org_details": {"name": "tinkercloud"}, "user_details": {"email": caller.owner}}
@@ -30,7 +34,10 @@ async def show_key(server: Server, caller: Caller) -> ApiKeyInfo:
 
 
 @router.delete("/apikey/me")
+@declares(changes("key_revoke"))
+@names_no_object
 async def revoke_key(server: Server, caller: Caller) -> dict[str, str]:
     """Revoke the key of the request, which all replicas reject from the next request on."""
     await server.authenticator.revoke(caller)
+    caller.named_objects.add(f"key {caller.key_id}")
     return {}

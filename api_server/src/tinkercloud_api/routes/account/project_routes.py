@@ -7,6 +7,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from tinkercloud_api.access.auth import ProjectRole
+from tinkercloud_api.access.effects import changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Project
 from tinkercloud_api.context import Caller, Server
@@ -69,6 +70,8 @@ class ProjectDetails(ProjectInfo):
 
 
 @router.post("")
+@declares(changes("project_create"))
+@names_no_object
 async def create_project(request: CreateProject, server: Server, caller: Caller) -> ProjectInfo:
     """Create a project, which the caller manages. Idempotent if the request sets `project_id`."""
     row = await server.catalog.add_project(request.project_id, request.name, caller.owner)
@@ -77,6 +80,7 @@ async def create_project(request: CreateProject, server: Server, caller: Caller)
 
 
 @router.get("")
+@names_no_object
 async def list_projects(
     server: Server,
     caller: Caller,
@@ -105,6 +109,7 @@ async def show_project(project_id: str, server: Server, caller: Caller) -> Proje
 
 
 @router.patch("/{project_id}")
+@declares(changes("project_rename"))
 async def rename_project(
     project_id: str, request: RenameProject, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -114,6 +119,7 @@ async def rename_project(
 
 
 @router.delete("/{project_id}")
+@declares(changes("project_delete"))
 async def delete_project(project_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """Delete a project without open sessions and checkpoints (admins of the project)."""
     await server.projects.delete(project_id, caller)
@@ -121,16 +127,19 @@ async def delete_project(project_id: str, server: Server, caller: Caller) -> dic
 
 
 @router.put("/{project_id}/members/{owner:path}")
+@declares(changes("project_grant_set"))
 async def set_member(
     project_id: str, owner: Name, request: SetMember, server: Server, caller: Caller
 ) -> dict[str, str]:
     """Add a member to a project, or change its role (admins of the project)."""
     role = ProjectRole(request.role)
     await server.projects.set_member(project_id, owner, role, caller)
+    caller.named_objects.add(f"{role} {owner}")
     return {}
 
 
 @router.delete("/{project_id}/members/{owner:path}")
+@declares(changes("project_grant_remove"))
 async def remove_member(
     project_id: str, owner: Name, server: Server, caller: Caller
 ) -> dict[str, str]:

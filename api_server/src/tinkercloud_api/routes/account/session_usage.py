@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Server
@@ -19,6 +20,7 @@ LIVE = timedelta(minutes=2)
 
 
 @router.get("/session_usage")
+@names_no_object
 async def list_usage(
     server: Server,
     caller: Caller,
@@ -62,6 +64,8 @@ def _describe(
         session_id=session.id,
         owner=session.owner,
         project_id=session.project,
+        name=session.display_name,
+        created_at=session.created_at,
         state=_state_of(session, now()),
         last_heartbeat_at=session.last_heartbeat_at,
         models=models,
@@ -83,6 +87,9 @@ def _state(run: TrainingRun, held: HeldModel | None) -> dict[str, object]:
     return {
         "state": "suspended" if held.is_suspended else "in memory",
         "memory_bytes": held.memory_bytes,
+        "step": held.step,
+        "tokens_per_minute": round(held.tokens_per_minute, 1),
+        "queue_state": held.queue_state,
         "unsaved_steps": held.unsaved_steps,
         "autosave_failure": held.autosave_failure,
         "is_durable": held.is_durable,

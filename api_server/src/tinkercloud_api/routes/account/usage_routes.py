@@ -1,22 +1,32 @@
 """What owners have used, and what their checkpoints occupy (not an SDK call)."""
 
+import re
+from calendar import monthrange
+from datetime import UTC, date, datetime, time, timedelta
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.runs.month_bill import bill
 from tinkercloud_protocol.heads.usage_reports import hour_after, hour_of, start_of
-from tinkercloud_protocol.responses.listings import OwnerStorage, OwnerUsage, UsageList
-from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.responses.listings import MonthUsage, OwnerStorage, OwnerUsage, UsageList
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 router = APIRouter(prefix="/api/v1", tags=["usage"])
 
+_MONTH = re.compile(r"2[0-9]{3}-(0[1-9]|1[0-2])")
+_MAX_BILLED = 100_000
+"""Limit of the rows of a month."""
+
 
 @router.get("/usage")
+@names_no_object
 async def show_usage(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
@@ -49,6 +59,35 @@ async def show_usage(  # noqa: PLR0917 - query parameters
             for s in storage
         ],
         quota=await server.quotas.of(whose) if whose is not None else None,
+    )
+
+
+@router.get("/usage/month")
+@names_no_object
+async def show_month(
+    server: Server,
+    caller: Caller,
+    month: str,
+    owner: str | None = None,
+    access_scope: Literal["owned", "accessible"] = "owned",
+) -> MonthUsage:
+    """Sum up what was used in a month (UTC), such as 2026-11, and what it costs."""
+    if _MONTH.fullmatch(month) is None:
+        raise InvalidRequest(f"month: got {month[:20]!r}; expected year and month, as in 2026-11")
+    whose = _whose(caller, owner, access_scope)
+    first = date.fromisoformat(f"{month}-01")
+    days = monthrange(first.year, first.month)[1]
+    start = datetime.combine(first, time(), UTC)
+    since, until = hour_of(start), hour_of(start + timedelta(days=days))
+    query = UsageQuery("project", whose, since=since, until=until)
+    used = await server.usage.totals(query, Page(0, _MAX_BILLED))
+    stored = await server.billing.stored(whose, since // 24, until // 24)
+    rows = bill(used, stored, days, server.settings.prices)
+    return MonthUsage(
+        month=month,
+        currency=server.settings.prices.currency,
+        usage=list(rows),
+        total=round(sum(row.cost or 0.0 for row in rows), 4),
     )
 
 

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from pydantic import AwareDatetime, Field
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import READS, declares
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.responses.listings import CheckpointSearchAnswer, CheckpointSearchPosition
@@ -52,6 +53,7 @@ class SearchCheckpoints(WireModel):
 
 
 @router.post("/checkpoints/search")
+@declares(READS)
 async def search_checkpoints(
     request: SearchCheckpoints, server: Server, caller: Caller
 ) -> CheckpointSearchAnswer:

@@ -17,6 +17,7 @@ from tinkercloud_api.transfers.byte_ranges import RangeNotSatisfiable
 from tinkercloud_api.transfers.downloads import Content
 from tinkercloud_api.transfers.signed_urls import Grant
 from tinkercloud_api.web.asgi_http import respond_error
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.responses.listings import ArchiveUrl, ExternalWeightsUrls
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.errors import WireError
@@ -50,7 +51,11 @@ async def external_weights_urls(
     return await server.downloads.file_urls(path, caller, base_url(request, server))
 
 
-@router.get(_RUNS + "/{run_id}/checkpoints/{checkpoint_id:path}/archive", response_model=ArchiveUrl)
+@router.get(
+    _RUNS + "/{run_id}/checkpoints/{checkpoint_id:path}/archive",
+    response_model=ArchiveUrl,
+    responses=statuses("302"),
+)
 async def archive(
     run_id: str, checkpoint_id: str, request: Request, server: Server, caller: Caller
 ) -> Response:
@@ -91,7 +96,11 @@ async def checked_grant(
 
 
 @router.head(_FILE, include_in_schema=False)
-@router.get(_FILE, response_class=StreamingResponse)
+@router.get(
+    _FILE,
+    response_class=StreamingResponse,
+    responses=statuses("206", "304", "400", "403", "404", "410", "416", "429", "503"),
+)
 async def download(
     grant: Annotated[Grant, Depends(checked_grant)], request: Request, server: Server
 ) -> Response:

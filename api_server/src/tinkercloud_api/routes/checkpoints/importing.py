@@ -7,6 +7,7 @@ import structlog
 from fastapi import APIRouter, Header, Request
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.routes.checkpoints.download_routes import base_url
@@ -52,6 +53,7 @@ class FinishExternalUpload(WireModel):
 
 
 @router.post("/copy_weights")
+@declares(changes("checkpoint_copy"))
 async def copy_weights(
     request: CopyWeightsRequest,
     server: Server,
@@ -67,6 +69,7 @@ async def copy_weights(
 
 
 @router.post("/checkpoints/uploads")
+@declares(changes("checkpoint_import"))
 async def start_upload(request: StartUpload, server: Server, caller: Caller) -> UploadStarted:
     """Start to import a PEFT adapter. PUT its file to the returned path, then finish."""
     upload = await server.imports.start(request, caller)
@@ -75,6 +78,7 @@ async def start_upload(request: StartUpload, server: Server, caller: Caller) -> 
 
 
 @router.get("/checkpoints/uploads")
+@names_no_object
 async def list_uploads(server: Server, caller: Caller) -> UnfinishedUploads:
     """List the caller's unfinished uploads, which count in the owner's limit."""
     found = []
@@ -93,6 +97,7 @@ async def list_uploads(server: Server, caller: Caller) -> UnfinishedUploads:
 
 
 @router.post("/checkpoints/uploads/{upload_id}/finish")
+@declares(changes("checkpoint_import"))
 async def finish_upload(upload_id: str, server: Server, caller: Caller) -> UploadFinished:
     """Make a training checkpoint of an uploaded adapter."""
     path = await server.imports.finish(upload_id, caller)
@@ -101,6 +106,7 @@ async def finish_upload(upload_id: str, server: Server, caller: Caller) -> Uploa
 
 
 @router.delete("/checkpoints/uploads/{upload_id}")
+@declares(changes("checkpoint_import"))
 async def abort_upload(upload_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """Delete an upload that is not finished."""
     await server.imports.abort(upload_id, caller)
@@ -143,6 +149,7 @@ def url_holder(server: Context, scope: Scope) -> Principal:
 
 
 @router.post("/external_weights_upload_start")
+@declares(changes("checkpoint_import"))
 async def external_weights_upload_start(
     request: StartExternalUpload,
     *,
@@ -171,6 +178,7 @@ async def external_weights_upload_start(
 
 
 @router.post("/external_weights_upload_finish")
+@declares(changes("checkpoint_import"))
 async def external_weights_upload_finish(
     request: FinishExternalUpload, server: Server, caller: Caller
 ) -> UploadFinished:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import TrainingRun
 from tinkercloud_api.checkpoints.checkpoint_rows import latest
@@ -79,6 +80,7 @@ async def list_run_checkpoints(run_id: str, server: Server, caller: Caller) -> C
 
 
 @router.get("/checkpoints")
+@names_no_object
 async def list_checkpoints(
     server: Server,
     caller: Caller,
@@ -94,6 +96,7 @@ async def list_checkpoints(
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+@declares(changes("checkpoint_unpublish"))
 async def unpublish(
     run_id: str, checkpoint_id: str, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -104,6 +107,7 @@ async def unpublish(
 
 
 @router.post("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/publish")
+@declares(changes("checkpoint_publish"))
 async def publish(
     run_id: str, checkpoint_id: str, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -114,6 +118,7 @@ async def publish(
 
 
 @router.put("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl")
+@declares(changes("checkpoint_ttl_set"))
 async def set_ttl(
     run_id: str, checkpoint_id: str, request: Ttl, server: Server, caller: Caller
 ) -> dict[str, str]:
@@ -124,6 +129,7 @@ async def set_ttl(
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{checkpoint_id:path}")
+@declares(changes("checkpoint_delete"))
 async def delete_checkpoint(
     run_id: str, checkpoint_id: str, server: Server, caller: Caller
 ) -> dict[str, str]:

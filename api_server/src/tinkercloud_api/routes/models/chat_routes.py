@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, unquote
 import orjson
 
 from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Context
@@ -198,6 +199,7 @@ _STARTED = now().replace(microsecond=0)
 """Since when base models and models in training are served by this process."""
 
 
+@names_no_object
 async def openai_models(call: Call) -> None:
     """Return all models, as https://platform.openai.com/docs/api-reference/models describes it."""
     models = [model.for_openai() for model in await _models(call.server, call.principal)]
@@ -215,6 +217,7 @@ async def openai_model(call: Call) -> None:
     await respond(call.send, orjson.dumps(model.for_openai()))
 
 
+@names_no_object
 async def anthropic_models(call: Call) -> None:
     """Return a page of models, as https://docs.anthropic.com/en/api/models-list describes it.
 

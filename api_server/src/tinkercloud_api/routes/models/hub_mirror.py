@@ -22,8 +22,11 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from tinkercloud_api.context import Server
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.model_names import model_with_tokenizer
+from tinkercloud_api.web.statuses import statuses
 
-router = APIRouter(prefix="/hf", tags=["tokenizers"])
+router = APIRouter(
+    prefix="/hf", tags=["tokenizers"], responses=statuses("206", "304", "400", "404", "416")
+)
 
 _SERVED_FILES = (
     "added_tokens.json",

@@ -6,9 +6,11 @@ from pathlib import Path
 import structlog
 from fastapi import APIRouter, Request, Response
 
+from tinkercloud_api.access.effects import READS, WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.tables import TrainingRun
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_api.web.statuses import IDEMPOTENCY_KEY
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.sampling_requests import (
     CreateSamplingClientRequest,
@@ -54,6 +56,7 @@ class WeightsInfoRequest(WireModel):
 
 
 @router.get("/get_server_capabilities")
+@names_no_object
 async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
     """List the served base models, under each of their names."""
     return ServerCapabilities(
@@ -62,6 +65,7 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
                 model_name=name,
                 max_context_length=model.max_context_length,
                 reads_images=model.reads_images,
+                state=server.provider.state_of(model),
             )
             for model in server.provider.models()
             for name in model.names
@@ -71,7 +75,8 @@ async def capabilities(server: Server, _caller: Caller) -> ServerCapabilities:
     )
 
 
-@router.post("/create_model")
+@router.post("/create_model", openapi_extra={"parameters": [IDEMPOTENCY_KEY]})
+@declares(changes("model_create"))
 async def create_model(
     request: CreateModelRequest, http: Request, server: Server, caller: Caller
 ) -> Response:
@@ -102,6 +107,7 @@ def _requested_id(request: CreateModelRequest) -> str | None:
 
 
 @router.post("/get_info")
+@declares(READS)
 async def get_info(
     request: GetInfoRequest, http: Request, server: Server, caller: Caller
 ) -> ModelInfo:
@@ -151,6 +157,7 @@ def _is_this_machine(host: str) -> bool:
 
 
 @router.post("/create_sampling_session")
+@declares(changes("sampler_create"))
 async def create_sampling_session(
     request: CreateSamplingSessionRequest, server: Server, caller: Caller
 ) -> SamplingSessionAnswer:
@@ -163,6 +170,7 @@ async def create_sampling_session(
 
 
 @router.post("/join_sampling_session")
+@declares(WORKS)
 async def join_sampling_session(
     request: JoinSamplingSessionRequest, server: Server, caller: Caller
 ) -> JoinSamplingSessionAnswer:
@@ -177,6 +185,7 @@ async def join_sampling_session(
 
 
 @router.post("/create_sampling_client")
+@declares(changes("sampler_create"))
 async def create_sampling_client(
     request: CreateSamplingClientRequest, server: Server, caller: Caller
 ) -> SamplingClientAnswer:
@@ -205,6 +214,7 @@ async def show_sampler(sampler_id: str, server: Server, caller: Caller) -> Sampl
 
 
 @router.post("/weights_info")
+@declares(READS)
 async def weights_info(request: WeightsInfoRequest, server: Server, caller: Caller) -> WeightsInfo:
     """Describe the weights of a checkpoint."""
     path = CheckpointPath.parse(request.tinker_path)

@@ -6,9 +6,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import FileResponse
 
+from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.providers.model_names import model_of
 from tinkercloud_api.transfers import byte_ranges
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.future_responses import JSON
 
@@ -17,7 +19,8 @@ router = APIRouter(prefix="/api/v1", tags=["tokenizers"])
 _FILE = "tokenizer.json"
 
 
-@router.get("/get_tokenizer")
+@router.get("/get_tokenizer", responses=statuses("206", "304", "404", "416"))
+@names_no_object
 async def get_tokenizer(
     model_id: Annotated[str, Query(min_length=1, max_length=256)],
     request: Request,

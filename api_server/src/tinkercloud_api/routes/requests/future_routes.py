@@ -29,6 +29,7 @@ _POLL_MARGIN_SECONDS = 20.0
 """Time that a head may take to respond after the end of a long poll. The SDK itself waits 25 s
 longer than polls last by default."""
 _GONE = (410, orjson.dumps({"detail": "this result no longer exists; send the request again"}))
+_STOPPING = "the server is stopping; the next server process, or another replica, continues"
 _LOOKUP_SECONDS = 2.0
 """How long a request that does not wait for a result waits for the head's address."""
 
@@ -74,7 +75,7 @@ async def retrieve(call: Call, seconds: float) -> None:
     except ShuttingDown:
         # The client polls again and reaches another replica or the next server process.
         if not call.has_answered:
-            pending = future_responses.pending(str(request_id))
+            pending = future_responses.pending(str(request_id), "paused_capacity", _STOPPING)
             await respond(call.send, pending, status=future_responses.PENDING_STATUS)
 
 

@@ -6,6 +6,7 @@ been answered.
 
 from fastapi import APIRouter, Response
 
+from tinkercloud_api.access.effects import changes, declares
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.losses.traced_losses import CreateCustomLossRequest, CustomLossId
 from tinkercloud_protocol.wire import future_responses
@@ -15,6 +16,7 @@ router = APIRouter(prefix="/api/v1", tags=["models"])
 
 
 @router.post("/create_custom_loss")
+@declares(changes("loss_create"))
 async def create_custom_loss(
     request: CreateCustomLossRequest, server: Server, caller: Caller
 ) -> Response:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
+from tinkercloud_api.access.effects import READS, WORKS, declares, names_no_object
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.requests import future_routes
@@ -46,6 +47,7 @@ class _Streamed(Response):
 
 @router.get("/retrieve_future/{request_id}", response_model=FutureState)
 @router.post("/retrieve_future/{request_id}", response_model=FutureState)
+@declares(READS)
 async def show_future(request_id: Name, server: Server, caller: Caller) -> Response:
     """Return the state of a request, and its result if it has one, without waiting."""
     body = orjson.dumps({"request_id": request_id})
@@ -59,6 +61,8 @@ async def show_future(request_id: Name, server: Server, caller: Caller) -> Respo
 
 
 @router.post("/cleanup_futures")
+@declares(WORKS)
+@names_no_object
 async def cleanup_futures(
     server: Server, caller: Caller, request: Cleanup | None = None
 ) -> CleanupAnswer:

@@ -143,6 +143,7 @@ async def load_weights(call: Call, body: bytes) -> None:
         path.require_loadable()
         reader = await server.authenticator.reader(call.principal, token)
         await server.checkpoints.manifest(path, reader)
+        call.principal.named_objects.add(str(path))
     except (InvalidRequest, NotFound) as error:
         await forward_rejection(call, sequence_position(request), error)
         return

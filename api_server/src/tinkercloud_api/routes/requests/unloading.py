@@ -9,6 +9,7 @@ from typing import Literal
 import structlog
 from fastapi import APIRouter, Response
 
+from tinkercloud_api.access.effects import changes, declares
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_protocol.wire import future_responses
 from tinkercloud_protocol.wire.errors import NotFound
@@ -31,6 +32,7 @@ class UnloadModelRequest(WireModel):
 
 @router.post("/delete_model")
 @router.post("/unload_model")
+@declares(changes("model_delete"))
 async def unload_model(request: UnloadModelRequest, server: Server, caller: Caller) -> Response:
     """Delete a model. This is idempotent."""
     model_id = str(ModelId.parse(request.model_id))

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
+from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.runs import owner_programs
 from tinkercloud_protocol.programs.program_messages import (
@@ -18,6 +19,7 @@ router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
 
 
 @router.post("")
+@declares(changes("program_start"))
 async def run_program(request: RunProgramRequest, server: Server, caller: Caller) -> ProgramInfo:
     """Train a model with RLVE, or run a Python file or an installed module on the server."""
     if request.model_id is not None:
@@ -27,15 +29,20 @@ async def run_program(request: RunProgramRequest, server: Server, caller: Caller
                 await server.catalog.run(request.model_id), f"model {request.model_id!r}"
             )
             base_model = server.training_runs.served(run.base_model)
-            return await server.programs.run_rlve_on(
+            started = await server.programs.run_rlve_on(
                 request.rlve_config, run.id, base_model, caller
             )
+            caller.named_objects.add(started.program_id)
+            return started
     if request.base_model is not None:
         server.training_runs.served(request.base_model)
-    return await server.programs.run(request, caller)
+    started = await server.programs.run(request, caller)
+    caller.named_objects.add(started.program_id)
+    return started
 
 
 @router.get("")
+@names_no_object
 async def list_programs(
     server: Server,
     caller: Caller,
@@ -67,12 +74,14 @@ async def show_logs(
 
 
 @router.post("/{program_id}/stop")
+@declares(changes("program_stop"))
 async def stop_program(program_id: str, server: Server, caller: Caller) -> ProgramInfo:
     """Stop a program."""
     return await server.programs.halt(program_id, caller)
 
 
 @router.post("/{program_id}/progress")
+@declares(WORKS)
 async def report_progress(
     program_id: str, progress: ProgramProgress, server: Server, caller: Caller
 ) -> dict[str, str]:

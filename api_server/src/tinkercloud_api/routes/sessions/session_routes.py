@@ -6,10 +6,13 @@ import structlog
 from fastapi import APIRouter, Body, Query
 from pydantic import BaseModel, Field
 
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import READS, WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import Session
-from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.catalog.schema.tables import Session, now
+from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.responses.listings import (
     ClientConfig,
     CreateSessionAnswer,
@@ -71,6 +74,8 @@ class Telemetry(BaseModel):
 
 
 @router.post("/client/config")
+@declares(READS)
+@names_no_object
 async def client_config(server: Server, _caller: Caller) -> ClientConfig:
     """Return the flags that the SDK requests at startup."""
     settings = server.settings
@@ -81,12 +86,15 @@ async def client_config(server: Server, _caller: Caller) -> ClientConfig:
 
 
 @router.post("/client/dynamic_config")
+@declares(READS)
+@names_no_object
 async def dynamic_config(_caller: Caller) -> DynamicConfig:
     """Return the flags that the SDK requests periodically."""
     return DynamicConfig()
 
 
 @router.post("/create_session")
+@declares(changes("session_create"))
 async def create_session(
     request: Annotated[CreateSession, Body(default_factory=CreateSession)],
     server: Server,
@@ -111,7 +119,8 @@ async def create_session(
     return CreateSessionAnswer(session_id=session.id)
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", responses=statuses("410"))
+@declares(WORKS)
 async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[str, str]:
     """Record that a session's client is alive; return 410 if the session has ended."""
     session = caller.require(
@@ -124,36 +133,52 @@ async def heartbeat(request: Heartbeat, server: Server, caller: Caller) -> dict[
 
 
 @router.post("/sessions/{session_id}/finish")
+@declares(changes("session_finish"))
 async def finish(
     session_id: str, request: Finish, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """End a session and free its resources; the first reason is kept."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    """End a session and free its resources; the first reason is kept.
+
+    The runs of a client that did not end by itself are saved first.
+    """
+    session = await _session_to_change(session_id, server, caller)
+    if request.reason.type != "success" and session.finished_at is None:
+        runs = await server.catalog.runs_of_session(session_id)
+        await server.runs.save_interrupted(runs, now())
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
     await server.custom_losses.delete(session_id)
     return {}
 
 
 @router.put("/sessions/{session_id}/project")
+@declares(changes("project_session_assign"))
 async def assign_project(
     session_id: str, request: AssignProject, server: Server, caller: Caller
 ) -> dict[str, str]:
     """Move a session, with its runs and checkpoints, to a project; it never leaves all projects."""
-    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    session = await _session_to_change(session_id, server, caller)
     await server.projects.move(session, request.project_id, caller)
     return {}
 
 
 @router.delete("/sessions/{session_id}")
+@declares(changes("session_delete"))
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """End a session administratively (not an SDK call), but keep its checkpoints."""
-    caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    await _session_to_change(session_id, server, caller)
     await server.training_runs.finish_session(session_id, "interrupted", "deleted")
     await server.custom_losses.delete(session_id)
     return {}
 
 
+async def _session_to_change(session_id: str, server: Context, caller: Principal) -> Session:
+    session = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
+    caller.named_objects.add(session_id)
+    return session
+
+
 @router.get("/sessions")
+@names_no_object
 async def list_sessions(
     server: Server,
     caller: Caller,
@@ -181,6 +206,8 @@ async def show_session(session_id: str, server: Server, caller: Caller) -> Sessi
 
 
 @router.post("/telemetry")
+@declares(READS)
+@names_no_object
 async def telemetry(request: Telemetry, _caller: Caller) -> dict[str, str]:
     """Accept the SDK's reports and log the crashes of clients."""
     for event in request.events:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter
 from pydantic import AfterValidator, AwareDatetime, Field
 
+from tinkercloud_api.access.effects import READS, declares
 from tinkercloud_api.catalog.runs.session_search import Search, Status, matching
 from tinkercloud_api.catalog.schema.tables import EXPIRED, Session, now
 from tinkercloud_api.context import Caller, Context, Server
@@ -80,6 +81,7 @@ class SessionSearch(WireModel):
 
 
 @router.post("/sessions/search")
+@declares(READS)
 async def search_sessions(
     request: SessionSearch, server: Server, caller: Caller
 ) -> SessionSummaryList:

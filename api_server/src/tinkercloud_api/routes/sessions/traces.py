@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.checkpoints.download_routes import base_url
+from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.responses.account_listings import TraceExport
 from tinkercloud_protocol.wire.errors import NotFound
@@ -32,7 +33,7 @@ async def export_trace(
     return TraceExport(url=f"{base_url(request, server)}/traces/{token}")
 
 
-@router.get("/traces/{token}", tags=["sessions"])
+@router.get("/traces/{token}", tags=["sessions"], responses=statuses("404", "503"))
 async def download_trace(token: str, server: Server) -> Response:
     """Download a trace by its signed URL."""
     session_id = server.authenticator.session_of_trace(token)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tinkercloud_protocol.requests.tensors import Int32Array, PromptScores, SampledSequence
+from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.turns.usage_counts import NOBODY, Payer, Usage
 from tinkercloud_worker.vision.prepared import PreparedImage
@@ -103,6 +104,8 @@ class SamplingRequest:
     changes: LogitChanges = UNCHANGED
     min_p: float = 0.0
     """Minimum probability of a token, relative to the likeliest; 0 for all."""
+    grammar: TokenGrammar | None = None
+    """The form that the text of each sample must have."""
     images: tuple[PreparedImage, ...] = ()
     """The images of the prompt, whose placeholder tokens it contains."""
 

@@ -6,12 +6,16 @@ everything. Tokens are counted when a request has completed, seconds as they are
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 
 _HOUR_SECONDS = 3600
+_BUCKET_SECONDS = 10
+_RECENT_BUCKETS = 6
+"""Complete buckets of tokens by time from which a model's rate is computed."""
 _KEPT_HOURS = 48
 """Hours that are remembered, so that a server which was away can still read them."""
 
@@ -52,6 +56,11 @@ class Usage:
     engine_seconds: float = 0.0
     """Seconds of the thread that computes."""
 
+    @property
+    def computed_tokens(self) -> int:
+        """Number of tokens that were computed, of any kind."""
+        return self.trained_tokens + self.forward_tokens + self.prefill_tokens + self.sampled_tokens
+
     def __add__(self, other: "Usage") -> "Usage":
         """Return the sum."""
         return Usage(
@@ -87,6 +96,8 @@ class UsageMeter:
         self._lock = threading.Lock()
         self._counts: dict[tuple[int, Payer], tuple[int, Usage]] = {}
         """Each count, with the revision in which it last changed, in the order of revisions."""
+        self._recent: dict[int, Counter[str]] = {}
+        """Tokens of the last minute by model, in buckets of `_BUCKET_SECONDS`."""
         self._revision = 0
         self._hour = 0
         """The hour of the last count."""
@@ -96,6 +107,7 @@ class UsageMeter:
         """Count a completed request, and notify those who listen."""
         with self._lock:
             self._add(payer, usage)
+            self._bucket()[payer.model_id] += usage.computed_tokens
             listeners = list(self._listeners)
         for notify in listeners:
             notify()
@@ -122,6 +134,21 @@ class UsageMeter:
         self._revision += 1
         _, known = self._counts.pop((hour, payer), (0, Usage()))
         self._counts[hour, payer] = (self._revision, known + usage)
+
+    def tokens_per_minute(self, model_id: str) -> float:
+        """Return how many tokens of a model were computed in the last minute."""
+        with self._lock:
+            self._bucket()
+            tokens = sum(bucket[model_id] for bucket in self._recent.values())
+            seconds = _RECENT_BUCKETS * _BUCKET_SECONDS + self._now() % _BUCKET_SECONDS
+            return tokens * 60 / seconds
+
+    def _bucket(self) -> "Counter[str]":
+        """Return the tokens of the current seconds; forget those of more than a minute ago."""
+        current = int(self._now() // _BUCKET_SECONDS)
+        for number in [n for n in self._recent if not current - _RECENT_BUCKETS <= n <= current]:
+            del self._recent[number]
+        return self._recent.setdefault(current, Counter())
 
     def _forget_before(self, hour: int) -> None:
         for key in [key for key in self._counts if key[0] < hour]:

@@ -80,14 +80,18 @@ class SuspendedModels:
 
     def held(self) -> list[HeldModel]:
         """Return all models of the head, those in memory first, and the memory they take."""
-        names = self._models.names(ModelPlace.STORE)
-        suspended = [HeldModel(model_id=name, is_suspended=True) for name in names]
+        suspended = []
+        for name in self._models.names(ModelPlace.STORE):
+            stored = self._models.stored(name)
+            step = stored.manifest.step if stored is not None else None
+            suspended.append(HeldModel(model_id=name, is_suspended=True, step=step))
         return [self._describe(model) for model in self._models.in_memory.values()] + suspended
 
     def _describe(self, model: LiveModel) -> HeldModel:
         name, sessions = str(model.model_id), self._samplers.sessions_of_model(model.model_id)
         published = self._samplers.of_model(model.model_id)
         run = self._durability.of(name)
+        queue_state, queue_reason = model.next_request()
         return HeldModel(
             model_id=name,
             is_durable=run is not None and run.degraded is None,
@@ -95,6 +99,10 @@ class SuspendedModels:
             model_bytes=self._backend.trainer.memory_bytes(name),
             sampler_bytes=sum(sampler.size_bytes for sampler in published),
             result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
+            step=model.operations.steps,
+            queue_state=queue_state,
+            queue_reason=queue_reason,
+            tokens_per_minute=self._backend.usage.tokens_per_minute(name),
             unsaved_steps=model.operations.schedule.unsaved,
             autosave_failure=model.operations.schedule.failure,
         )

@@ -153,6 +153,7 @@ class Suspension:
             base_model=config.model.name,
             base_fingerprint=self.backend.base_fingerprint,
             lora=model.spec.lora,
+            step=model.operations.steps,
             created_at=model.operations.checkpoints.next_moment(),
             data_prefix=uuid.uuid4().hex,
             files={},

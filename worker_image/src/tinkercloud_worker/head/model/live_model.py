@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import ModelSpec, RunQueueState
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.requests.training_requests import (
     LoadWeightsRequest,
@@ -103,6 +103,18 @@ class LiveModel:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         state, reason = self.queue.why_waiting(seq_id)
         return state, reason or self.operations.why_waiting()
+
+    def next_request(self) -> tuple[RunQueueState, str | None]:
+        """Return what the next request waits for, and why, if that is known."""
+        sequencer = self.queue.sequencer
+        if not sequencer.num_pending:
+            return "idle", None
+        state, reason = self.queue.why_waiting(sequencer.free_seq_id - 1)
+        if state == "paused_rate_limit":
+            return "paused_rate_limit", reason
+        if not sequencer.is_stuck:
+            reason = self.operations.why_waiting()
+        return ("running" if reason is None else "waiting"), reason
 
     async def quiesce(self) -> None:
         """Pause the queue; return once nothing runs, not even in the background."""

@@ -154,12 +154,14 @@ class ModelCheckpoints:
         """Wait until no named checkpoint is being written."""
         await asyncio.gather(*self._uploads.values(), return_exceptions=True)
 
-    def write_last(self, state: TrainingState) -> "asyncio.Task[CheckpointManifest]":
-        """Start writing the last checkpoint of a run; see `upload`. A repeated call overwrites."""
-        path = CheckpointPath(self._name, CheckpointKind.TRAINING, f"last-step-{state.step:06d}")
+    def write_state(
+        self, state: TrainingState, name: str, *, overwrite: bool
+    ) -> "asyncio.Task[CheckpointManifest]":
+        """Start writing a state without a gradient under a name; see `upload`."""
+        path = CheckpointPath(self._name, CheckpointKind.TRAINING, name)
         manifest = self.manifest(path, state.step)
         encode = partial(formats.encode_state, state, manifest.base_model)
-        return self.upload(manifest, encode, overwrite=True)
+        return self.upload(manifest, encode, overwrite=overwrite)
 
     def write_autosave(self, state: TrainingState) -> "asyncio.Task[CheckpointManifest]":
         """Start writing an automatic checkpoint; see `upload`. Cancel the task to abandon it.

@@ -289,10 +289,34 @@ class Operations:
         the next step again. The call is idempotent.
         """
         point = self.schedule.begin(time.monotonic())
-        written = await self.checkpoints.write_last(await self.export_state())
+        state = await self.export_state()
+        written = await self.checkpoints.write_state(
+            state, f"last-step-{state.step:06d}", overwrite=True
+        )
         self.schedule.saved(point)
         await self.checkpoints.remove_autosaves()
         return written.tinker_path
+
+    async def save_state(self, name: str | None) -> CheckpointManifest:
+        """Write a training checkpoint with the state of `save_last`, in addition to others.
+
+        Args:
+            name: its name; None means one with the number of the step, which replaces the same one.
+
+        Raises:
+            InvalidRequest: the name is in use, or the model accepts no requests.
+        """
+        self._check_alive()
+        if name is not None:
+            path = CheckpointPath(self._name, CheckpointKind.TRAINING, name)
+            await self.checkpoints.begin(path, None)
+        point = self.schedule.begin(time.monotonic())
+        state = await self.export_state()
+        written = await self.checkpoints.write_state(
+            state, name or f"saved-step-{state.step:06d}", overwrite=name is None
+        )
+        self.schedule.saved(point)
+        return written
 
     async def autosave(self) -> None:
         """Write a checkpoint with the state of `save_last`, and delete all but the latest two."""
@@ -303,6 +327,11 @@ class Operations:
     def _count_change(self) -> None:
         self.schedule.changed(time.monotonic())
         self.on_change()
+
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that the model has taken."""
+        return self._steps
 
     @property
     def refused(self) -> str | None:

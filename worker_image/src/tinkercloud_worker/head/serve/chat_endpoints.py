@@ -33,10 +33,12 @@ from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.chat_images import model_input
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
+from tinkercloud_worker.chat.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
 from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.thoughts import ThoughtSplitter
 from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 from tinkercloud_worker.head.backend import Backend
@@ -111,6 +113,8 @@ class Run:
     asked: Asked
     answer: WireAnswer
     choices: list[Choice]
+    grammar: Grammar | None = None
+    """The form that the answers must have."""
     events: "asyncio.Queue[tuple[int, SampledToken | dict[str, Any] | WireError]]" = field(
         default_factory=asyncio.Queue
     )
@@ -207,6 +211,7 @@ class HeadChat:
     def __init__(self) -> None:
         self._recorded = RecordedSessions()
         self._work = PromptWork()
+        self._grammars = Grammars()
 
     async def serve(
         self,
@@ -293,8 +298,9 @@ class HeadChat:
         await call.sending.whole(b"{}")
 
     async def _sample(self, call: "Call", read: _Format, recorded: str | None = None) -> None:
-        ask = partial(_ask, read, call.text, call.backend)
-        asked, answer, choices = await self._read(call, ask)
+        ask = partial(self._ask, read, call.text, call.backend)
+        run = await self._read(call, ask)
+        asked = run.asked
         if recorded is not None:
             if asked.images:
                 raise InvalidRequest(
@@ -302,8 +308,25 @@ class HeadChat:
                     " as tokens; send the request to chat/completions"
                 )
             self._recorded.check_room(recorded, asked.model)
-        run = Run(asked, answer, choices, recorded=recorded)
+            run.recorded = recorded
         await self._run(run, call.target, call.sending, call.service, call.backend)
+
+    def _ask(self, read: _Format, text: ChatText, backend: Backend, body: bytes) -> Run:
+        """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
+
+        Raises:
+            InvalidRequest: the request is invalid, or a prompt is too long.
+        """
+        check_body(body)
+        asked, answer = read(body, text)
+        most = backend.trainer.limits.max_context_length
+        for prompt in asked.prompts:
+            if len(prompt) > most:
+                raise ContextLengthExceeded(asked.prompt_field, len(prompt), most)
+        ends, grammar = backend.end_tokens | text.turn_ends, None
+        if asked.rule is not None:
+            grammar = self._grammars.compile(asked.rule, text, ends, asked.prompts[0])
+        return Run(asked, answer, _choices(asked, text, ends), grammar)
 
     async def _read(self, call: "Call", read: Callable[[bytes], T]) -> T:
         """Read a body when it is its owner's turn, and free it."""
@@ -382,23 +405,6 @@ def _text_of(backend: Backend) -> ChatText:
     return backend.text
 
 
-def _ask(
-    read: _Format, text: ChatText, backend: Backend, body: bytes
-) -> tuple[Asked, WireAnswer, list[Choice]]:
-    """Read a request, and begin its choices. Runs in a thread: there may be many thousands.
-
-    Raises:
-        InvalidRequest: the request is invalid, or a prompt is too long.
-    """
-    check_body(body)
-    asked, answer = read(body, text)
-    most = backend.trainer.limits.max_context_length
-    for prompt in asked.prompts:
-        if len(prompt) > most:
-            raise ContextLengthExceeded(asked.prompt_field, len(prompt), most)
-    return asked, answer, _choices(asked, text, backend)
-
-
 def _count_tokens(text: ChatText, body: bytes) -> int:
     check_body(body)
     return len(anthropic_messages.read_count_tokens(body).tokens(text))
@@ -409,10 +415,14 @@ def _model_of(body: bytes) -> str:
     return str(read_object(body).get("model"))
 
 
-def _choices(asked: Asked, text: ChatText, backend: Backend) -> list[Choice]:
-    ends = backend.end_tokens | text.turn_ends
+def _choices(asked: Asked, text: ChatText, ends: frozenset[int]) -> list[Choice]:
+    is_json = asked.rule is not None and asked.rule.json_schema is not None
+
+    def thoughts(prompt: Sequence[int]) -> ThoughtSplitter | None:
+        return ThoughtSplitter(text.reasoning_after(prompt)) if is_json else None
+
     return [
-        Choice(text, prompt, ends, asked.stops, asked.parses_tools)
+        Choice(text, prompt, ends, asked.stops, asked.parses_tools, thoughts(prompt))
         for prompt in asked.prompts
         for _ in range(asked.num_choices)
     ]
@@ -469,7 +479,8 @@ def _listening(prepared: Prepared, run: Run, index: int) -> Prepared:
     ends = frozenset(run.choices[0].ends)
     stop = replace(validated.stop, token_ids=validated.stop.token_ids | ends)
     on_token = None if run.asked.is_reported_whole else report
-    return replace(prepared, validated=replace(validated, stop=stop, on_token=on_token))
+    validated = replace(validated, stop=stop, on_token=on_token, grammar=run.grammar)
+    return replace(prepared, validated=validated)
 
 
 async def _put_result(run: Run, index: int, request_id: str, service: HeadService) -> None:

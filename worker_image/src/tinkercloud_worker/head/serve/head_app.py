@@ -19,7 +19,13 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinkercloud_protocol.heads.engine_scaling_settings import Engines
-from tinkercloud_protocol.heads.head_messages import ForgetResults, Forgotten, ModelSuspended
+from tinkercloud_protocol.heads.head_messages import (
+    ForgetResults,
+    Forgotten,
+    ModelSaved,
+    ModelSuspended,
+    SaveModel,
+)
 from tinkercloud_protocol.heads.launch import (
     HeldModels,
     Limits,
@@ -267,7 +273,8 @@ class HeadApp:
         self._check_target(request, model_id)
         await self._service.recall(model_id)
         next_seq_id = await self._service.attach_model(model_id)
-        answer = AttachModelAnswer(model_id=model_id, next_seq_id=next_seq_id)
+        step = self._service.step_of(model_id)
+        answer = AttachModelAnswer(model_id=model_id, next_seq_id=next_seq_id, step=step)
         return Response(answer.model_dump_json().encode())
 
     async def _asample(self, request: Request) -> Response:
@@ -327,6 +334,14 @@ class HeadApp:
     async def _suspend_model(self, request: Request) -> Response:
         is_suspended = await self._service.suspend_model(ModelId.parse(_resource(request)))
         return Response(ModelSuspended(is_suspended=is_suspended).model_dump_json().encode())
+
+    async def _save_model(self, request: Request) -> Response:
+        asked = parse_json(SaveModel, await request.body())
+        model_id = _resource(request)
+        await self._service.recall(model_id)
+        written = await self._service.save_model(model_id, asked.name)
+        saved = ModelSaved(tinker_path=written.tinker_path, step=written.step)
+        return Response(saved.model_dump_json().encode())
 
     async def _move_model(self, request: Request) -> Response:
         is_back = request.method == "DELETE"
@@ -476,6 +491,7 @@ ROUTES: tuple[HeadRoute, ...] = (
     HeadRoute("POST", routes.HEAD_CHECKPOINT, _SMALL, HeadApp._checkpoint),
     HeadRoute("POST", f"{routes.HEAD_CHECKPOINT}/{{id}}", _SMALL, HeadApp._checkpoint),
     HeadRoute("POST", f"{routes.HEAD_SUSPEND_MODEL}/{{id}}", _SMALL, HeadApp._suspend_model),
+    HeadRoute("POST", f"{routes.HEAD_SAVE_MODEL}/{{id}}", _SMALL, HeadApp._save_model),
     HeadRoute("POST", f"{routes.HEAD_MOVE_MODEL}/{{id}}", _SMALL, HeadApp._move_model),
     HeadRoute("DELETE", f"{routes.HEAD_MOVE_MODEL}/{{id}}", _SMALL, HeadApp._move_model),
     HeadRoute("POST", routes.HEAD_ENGINES, _BATCH, HeadApp._engines),

@@ -123,7 +123,7 @@ class Lifecycle:
         self._tasks = assembly.start(self._head)
         self._ready.set()
         self._update_orphan_timer()
-        log.info("ready", model=backend.config.model.name)
+        log.info("ready", model=backend.config.model.name, progress="the model is loaded")
 
     def check_alive(self) -> None:
         """Check that this process can still work.

@@ -7,6 +7,7 @@ from typing import Any
 
 import structlog
 
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
@@ -160,6 +161,14 @@ class HeadService:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
         model = self._model(model_id)
         return await model.queue.attach(model.operations.repeated_until)
+
+    def step_of(self, model_id: str) -> int:
+        """Return the number of optimizer steps that a model in memory has taken."""
+        return self._model(model_id).operations.steps
+
+    async def save_model(self, model_id: str, name: str | None) -> CheckpointManifest:
+        """Write a training checkpoint of a model in memory (`Operations.save_state`)."""
+        return await self._model(model_id).operations.save_state(name)
 
     def timeline(self, session_id: str) -> Timeline:
         """Return when the requests of a session were accepted, started and finished."""

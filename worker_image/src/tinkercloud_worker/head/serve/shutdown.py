@@ -51,6 +51,7 @@ class HeadShutdown:
         self.backend.trainer.stop_waiting()
         await self.durability.forgive()
         async with self._lock:
+            log.info("suspending", progress=self._progress())
             await self._drain()
             await self.suspended.settle()
             reasons = await self._suspend_all(store)
@@ -151,8 +152,13 @@ class HeadShutdown:
         await self.durability.remove(str(model.model_id))
         if self.models.in_memory.get(str(model.model_id)) is model:
             self.models.apply(str(model.model_id), ModelEvent.WRITE)
-        log.info("suspended", model_id=str(model.model_id))
+        log.info("suspended", model_id=str(model.model_id), progress=self._progress())
         return None
+
+    def _progress(self) -> str:
+        """Describe how many models are written, for those who wait for the head's end."""
+        written = sum(map(self._is_written, self.models.in_memory))
+        return f"{written} of {len(self.models.in_memory)} runs saved"
 
 
 async def _free(model: LiveModel) -> None:

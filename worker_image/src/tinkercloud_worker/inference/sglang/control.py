@@ -15,7 +15,8 @@ from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import Json, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.server_modes import ModeSwitch
 from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
-from tinkercloud_worker.inference.sglang.weights import DirectTransfer, SglangWeights
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.sglang.weights import SglangWeights
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 BASE = "base"
@@ -43,7 +44,7 @@ class SglangControl:
         *,
         owner: str,
         base_path: str,
-        direct: DirectTransfer | None,
+        group: SglangGroup | None,
     ) -> None:
         """Create a control without calling the engine.
 
@@ -52,10 +53,10 @@ class SglangControl:
             folder: where full models are.
             owner: unique name of this process among all that ever control the engine.
             base_path: folder of the base model, until the engine has reported it.
-            direct: transfers full models to the engine; None to use only requests and files.
+            group: process group with the engine; None to use only requests and files.
         """
         self._dialect = dialect
-        self._weights = SglangWeights(dialect.client, direct)
+        self._weights = SglangWeights(dialect.client, group)
         self._folder = folder
         self._owner = owner
         self._base_path = base_path

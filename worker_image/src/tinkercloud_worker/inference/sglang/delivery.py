@@ -3,7 +3,7 @@
 Small weights are sent in requests and large ones read from files, since base64 in JSON is slower
 than any file. If the engine rejects one method, the other is the fallback. An engine that does not
 support tensors in requests, that rejects tensors but reads the files, or that crashes while loading
-tensors, only gets files from then on. For full models a direct transfer may be tried first.
+tensors, only gets files from then on. For full models a process group may be tried first.
 """
 
 from collections.abc import Awaitable, Callable

@@ -105,7 +105,7 @@ class SglangDialect:
         for item in items:
             check_prompt(request, item["meta_info"], self.client.url)
         sequences = [self._sequence(item, request.top_logprobs) for item in items]
-        if request.changes != UNCHANGED:
+        if request.changes != UNCHANGED or request.grammar is not None:
             scoring = [self._unchanged(each, request, adapter) for each in sequences]
             sequences = await asyncio.gather(*scoring)
         return SamplingResult(
@@ -119,7 +119,7 @@ class SglangDialect:
     ) -> SampledSequence:
         """Return a sample with the model's own logprobs.
 
-        SGLang changes the logits in place before it computes any logprobs.
+        SGLang changes the logits in place, also by grammars, before it computes any logprobs.
         """
         length = len(request.prompt)
         asked = PromptLogprobParams(logprobs_from=length, top_k=request.top_logprobs)
@@ -205,11 +205,13 @@ def _check_changes(request: SamplingRequest) -> None:
 
     Its repetition penalty ignores the prompt, and its min_p comes after top_p.
     """
-    if request.changes != UNCHANGED and request.images:
+    is_scored_again = request.changes != UNCHANGED or request.grammar is not None
+    if is_scored_again and request.images:
         raise InvalidRequest(
-            "sampling_params.frequency_penalty, presence_penalty, logit_bias: not supported for"
-            " prompts with images, because this model's sampler is SGLang; leave them out, or use"
-            " a sampler with backend torch"
+            "sampling_params.frequency_penalty, presence_penalty, logit_bias, and fields that"
+            " constrain the answer (response_format, tool_choice, parallel_tool_calls, strict): not"
+            " supported for prompts with images, because this model's sampler is SGLang; leave them"
+            " out, or use a sampler with backend torch"
         )
     for name, is_used in (
         ("repetition_penalty", request.changes.repetition_penalty != 1.0),
@@ -248,6 +250,8 @@ def _sampling_params(request: SamplingRequest, seed: int) -> dict[str, Any]:
         "repetition_penalty": 1.0,
         "logit_bias": {str(token): value for token, value in request.changes.bias} or None,
         "sampling_seed": seed,
+        # Engines compile this grammar with the library of the head: --grammar-backend llguidance.
+        "ebnf": request.grammar.source if request.grammar is not None else None,
         "stop": list(request.stop.strings),
         "stop_regex": lookback_patterns(request.stop.strings),
         "stop_token_ids": sorted(request.stop.token_ids),

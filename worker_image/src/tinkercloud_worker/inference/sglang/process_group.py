@@ -8,7 +8,6 @@ connection, or misses the deadline. So neither side waits longer than the timeou
 import asyncio
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker import metrics
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerError
 from tinkercloud_worker.inference.weight_host import WeightHost, WeightSender
@@ -27,8 +26,6 @@ _RELEASE_SECONDS = 10.0
 
 class SglangGroup:
     """A process group of a sending rank and all ranks of one engine. Belongs to one event loop."""
-
-    way: metrics.Way = "group"
 
     def __init__(
         self, client: InferenceClient, backend: accelerator.Backend, host: WeightHost
@@ -76,6 +73,8 @@ class SglangGroup:
             most_bytes: maximum size of a part, unless a single tensor is larger.
 
         Raises:
+            NotFound: the weights do not exist any more.
+            WeightHostLost: the machine with the weights was lost.
             InvalidRequest, ServerError, ServerUnreachable: as `join`. The group has ended then.
         """
         assert self._rank is not None  # noqa: S101 - both sides have joined

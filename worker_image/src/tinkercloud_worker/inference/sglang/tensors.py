@@ -1,8 +1,7 @@
 """Encodes tensors for requests to SGLang.
 
 SGLang reads one format: a pickle restricted to a list of allowed names. It is only written here,
-never read, and contains names, sizes and dtypes of tensors. Tensors are passed by value or, to an
-engine on the same machine, as handles of shared memory.
+never read, and contains names, sizes, dtypes and values of tensors.
 """
 
 import base64
@@ -37,23 +36,13 @@ def request_body(fields: Mapping[str, Any], tensors: Tensors, ranks: int) -> byt
 def pickled_bucket(tensors: Tensors) -> bytes:
     """Return a pickled flattened bucket with its bytes."""
     ordered, flat = flatten(tensors)
-    return pickle.dumps(bucket(ordered, flat), protocol=4)
-
-
-def bucket(ordered: Tensors, flat: Tensor) -> dict[str, Any]:
-    """Return SGLang's flattened bucket: one flat tensor of bytes and its layout.
-
-    Args:
-        ordered: the tensors in their order in the flat tensor.
-        flat: their bytes, uint8 [total size], on any device.
-    """
     metadata, start = [], 0
     for name, tensor in ordered.items():
         end = start + tensor.nbytes
         span = {"start_idx": start, "end_idx": end, "numel": tensor.nbytes}
         metadata.append(SimpleNamespace(name=name, shape=tensor.shape, dtype=tensor.dtype, **span))
         start = end
-    return {"flattened_tensor": flat, "metadata": metadata}
+    return pickle.dumps({"flattened_tensor": flat, "metadata": metadata}, protocol=4)
 
 
 def flatten(tensors: Tensors) -> tuple[dict[str, Tensor], Tensor]:

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -22,6 +21,7 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
+from tinkercloud_worker.inference.sglang.process_group import SglangGroup
 from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
 from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
@@ -46,49 +46,21 @@ _Update = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
 """Runs a transfer between the begin and the end of an update."""
 
 
-class DirectTransfer(Protocol):
-    """Transfers full models to one engine without requests or a shared folder."""
-
-    way: metrics.Way
-    """Name in metrics and in the log."""
-
-    async def join(self, ranks: int) -> None:
-        """Prepare for an engine with this number of ranks. Raises as `send`."""
-
-    async def send(self, model: SavedWeights, most_bytes: int) -> None:
-        """Transfer all tensors of a full model, in parts, during an update of the engine.
-
-        Raises:
-            NotFound: the weights do not exist any more.
-            WeightHostLost: the machine with the weights was lost.
-            InvalidRequest: the engine rejects this method.
-            ServerError: the engine or the sender failed.
-            ServerUnreachable: the engine is unreachable.
-        """
-
-    async def leave(self) -> None:
-        """Reset local state: the engine has restarted and left the group."""
-
-    async def close(self) -> None:
-        """Disconnect from the engine."""
-
-
 class SglangWeights:
     """Loads weights into one engine, which generates nothing meanwhile. For one event loop."""
 
-    def __init__(self, client: InferenceClient, direct: DirectTransfer | None) -> None:
+    def __init__(self, client: InferenceClient, group: SglangGroup | None) -> None:
         """Create a loader without calling the engine.
 
         Args:
             client: client of the engine.
-            direct: preferred transfer of full models; None to use only requests and files.
+            group: process group with the engine, the preferred transfer of full models; None to use
+                only requests and files.
         """
         self._client = client
         self._delivery = Delivery(client, _WHAT, most_sent_bytes=_MAX_SENT_BYTES)
-        self._direct = direct
-        self._direct_method = TransferMethod(
-            client, _WHAT, "none" if direct is None else direct.way
-        )
+        self._group = group
+        self._group_method = TransferMethod(client, _WHAT, "group")
 
     async def check_experts(self, model: SavedWeights) -> None:
         """Check that the engine can load a model's experts, if it has any.
@@ -128,19 +100,19 @@ class SglangWeights:
         """
         await self.drain()
         update = partial(self._update, version=version, unfinished=unfinished)
-        if self._direct is not None and self._direct_method.is_enabled:
-            direct = self._direct
+        if self._group is not None and self._group_method.is_enabled:
+            group = self._group
             try:
                 ranks = await self._delivery.ranks()
-                await self._direct_method.attempt(
-                    lambda: self._send_directly(direct, model, update, ranks)
+                await self._group_method.attempt(
+                    lambda: self._broadcast(group, model, update, ranks)
                 )
             except ServerUnreachable:
                 raise
             except WeightHostLost as loss:
-                log.warning("direct transfer of a model failed; falling back", reason=loss.message)
+                log.warning("broadcast of a model failed; falling back", reason=loss.message)
             except (InvalidRequest, ServerError) as refusal:
-                self._direct_method.disable(refusal.message)
+                self._group_method.disable(refusal.message)
             else:
                 return
         await asyncio.to_thread(model.fetch)
@@ -174,14 +146,14 @@ class SglangWeights:
 
     async def forget(self) -> None:
         """Reset local state after a restart of the engine, which is in no group then."""
-        if self._direct is not None:
-            await self._direct.leave()
-            self._direct_method.re_enable()
+        if self._group is not None:
+            await self._group.leave()
+            self._group_method.re_enable()
 
     async def close(self) -> None:
         """Disconnect from the engine."""
-        if self._direct is not None:
-            await self._direct.close()
+        if self._group is not None:
+            await self._group.close()
 
     async def load_folder(self, folder: Path, *, version: str, unfinished: str) -> None:
         """Replace the engine's weights by those of a folder.
@@ -209,12 +181,12 @@ class SglangWeights:
                 await self.drain()
                 await self._call("/update_weights_from_disk", body, seconds=_WEIGHTS_SECONDS)
 
-    async def _send_directly(
-        self, direct: DirectTransfer, model: SavedWeights, update: _Update, ranks: int
+    async def _broadcast(
+        self, group: SglangGroup, model: SavedWeights, update: _Update, ranks: int
     ) -> None:
-        with metrics.loading(self._client.url, "model", direct.way):
-            await direct.join(ranks)
-            await update(lambda: direct.send(model, _BUCKET_BYTES))
+        with metrics.loading(self._client.url, "model", "group"):
+            await group.join(ranks)
+            await update(lambda: group.send(model, _BUCKET_BYTES))
 
     async def _send(self, model: SavedWeights, update: _Update, ranks: int) -> None:
         with metrics.loading(self._client.url, "model", "request"):

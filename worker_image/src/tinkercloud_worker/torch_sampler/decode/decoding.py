@@ -26,6 +26,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
 )
 from tinkercloud_worker.engine.sampling.stopping import StopStringSearch
+from tinkercloud_worker.engine.sampling.token_grammar import TokenMatcher
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.captured_steps import CapturedSteps, GraphCapturer
@@ -68,6 +69,8 @@ class RunningSequence:
     """The search for its stop strings, after its first token."""
     changed: ChangedLogits | None = None
     """Its penalties and biases, if it has any, after its first token."""
+    matcher: TokenMatcher | None = None
+    """What its grammar allows, if it has one, after its first token."""
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -126,7 +129,8 @@ class TokenSampler:
         """
         uniforms = [uniform(s.request.seed, s.index, s.position + 1) for s in sequences]
         params = [sequence.sampling_params for sequence in sequences]
-        tokens_B = sample_tokens(_changed(logits_BV, sequences), params, uniforms)
+        allowed_BV = allowed_logits(_changed(logits_BV, sequences), sequences)
+        tokens_B = sample_tokens(allowed_BV, params, uniforms)
         # One formula for all, as clients compare a token's logprob with those of the likeliest.
         logprobs_BV = torch.log_softmax(self._scored(logits_BV, sequences), 1)
         logprobs_B = logprobs_BV.gather(1, tokens_B.unsqueeze(1)).squeeze(1)
@@ -145,17 +149,22 @@ class TokenSampler:
                 sequence.changed.add(sequence.tokens[-1])
             if top is not None:
                 sequence.top.append((top.indices, top.values))
-            _report(sequence, top)
             try:
                 sequence.stopped = self._has_stopped(sequence)
             except Exception as error:  # noqa: BLE001 - it fails its own request
-                sequence.error = error
+                sequence.error = sequence.error or error
+            if sequence.error is None:
+                _report(sequence, top)
 
     def _has_stopped(self, sequence: RunningSequence) -> bool:
         request, token = sequence.request, sequence.tokens[-1]
         strings = request.stop.strings
         if token in request.stop.token_ids:
             return True
+        if sequence.matcher is not None:
+            sequence.matcher.add(token)
+            if not request.stop.token_ids and sequence.matcher.is_complete:
+                return True
         if not strings:
             return False
         if sequence.search is None:
@@ -177,6 +186,34 @@ def _changed(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
             )
         changed_BV[row] = sequence.changed.of(logits_BV[row])
     return changed_BV
+
+
+def allowed_logits(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> Tensor:
+    """Return the logits without the tokens that grammars exclude, at minus infinity.
+
+    Rows of sequences without a grammar are unchanged. A sequence whose grammar fails ends with the
+    error.
+    """
+    rows, masks = [], []
+    for row, sequence in enumerate(sequences):
+        grammar = sequence.request.grammar
+        if grammar is None:
+            continue
+        try:
+            sequence.matcher = sequence.matcher or grammar.matcher()
+            allowed = sequence.matcher.allowed(sequence.request.stop.token_ids)
+        except Exception as error:  # noqa: BLE001 - it fails its own request
+            sequence.error = error
+            continue
+        rows.append(row)
+        masks.append(np.pad(allowed, (0, logits_BV.shape[1] - len(allowed))))
+    if not rows:
+        return logits_BV
+    rows_R = torch.tensor(rows, device=logits_BV.device)
+    excluded_RV = torch.from_numpy(~np.stack(masks)).to(logits_BV.device)
+    masked_BV = logits_BV.clone()
+    masked_BV[rows_R] = masked_BV[rows_R].masked_fill(excluded_RV, -torch.inf)
+    return masked_BV
 
 
 def _report(sequence: RunningSequence, top: "torch.return_types.topk | None") -> None:

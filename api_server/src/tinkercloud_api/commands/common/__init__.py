@@ -1,0 +1,1 @@
+"""What all `tinkercloud` commands share: options, requests, output, progress, the local catalog."""

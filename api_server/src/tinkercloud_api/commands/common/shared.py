@@ -1,0 +1,201 @@
+"""What the groups of `tinkercloud` commands share: options, requests to a server, and output.
+
+This module and those of the commands load what only a running command needs when it runs: the shell
+starts them at each completion.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from tinkercloud_api.config.settings import Settings
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
+Watch = Annotated[
+    bool, typer.Option("--watch", help="Print it again every two seconds, until Ctrl-C.")
+]
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(
+        envvar="TINKER_BASE_URL",
+        help="URL of the server. Default: the running server of the default state folder, or"
+        f" {DEFAULT_URL} if there is none.",
+        show_default=False,
+    ),
+]
+ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
+_FOLDED_WIDTH = 40
+"""Minimum width, in characters, of a table's last column, which may wrap."""
+_WATCH_SECONDS = 2.0
+_CLEAR = "\x1b[2J\x1b[H"
+"""Clears a terminal."""
+_PART_BYTES = 1 << 20
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and exit with status 1."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True, emoji=False, highlight=False)
+    # Not wrapped: it may have a command or a path to copy.
+    console.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def read_settings(**overrides: Any) -> "Settings":  # noqa: ANN401 - any field of Settings
+    """Return the settings, or exit with an error that names the invalid one."""
+    from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
+
+    try:
+        return load_settings(**overrides)
+    except InvalidSettingsError as error:
+        fail(f"settings: {error}")
+
+
+def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:
+    """Print rows as a table of some columns, or as JSON with all fields."""
+    if as_json:
+        typer.echo(json.dumps(list(rows), default=str))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[str(row[column]) for column in columns] for row in rows]
+    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
+    table = Table(box=None)
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True)
+    table.add_column(columns[-1], overflow="fold")
+    for texts in cells:
+        # Plain text: `:train:`, a part of ids, is also the name of an emoji.
+        table.add_row(*map(Text, texts))
+    # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
+    needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
+    Console(width=max(Console().width, needed)).print(table)
+
+
+def say(sentence: str, content: object, *, as_json: bool) -> None:
+    """Print the outcome of a command: a sentence, or JSON that says the same."""
+    typer.echo(json.dumps(content) if as_json else sentence)
+
+
+def watch(draw: Callable[[], None], *, again: bool) -> None:
+    """Print something once, or again and again until the user interrupts it.
+
+    Args:
+        draw: prints it.
+        again: whether `--watch` was given.
+    """
+    try:
+        draw()
+        while again:
+            time.sleep(_WATCH_SECONDS)
+            if sys.stdout.isatty():
+                sys.stdout.write(_CLEAR)
+            draw()
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+def server_url(base_url: str | None, state_dir: Path | None = None) -> str:
+    """Return the URL of the server that a command calls, without a slash at its end.
+
+    Args:
+        base_url: the URL; None means the running server of a state folder.
+        state_dir: the folder; None means that of the settings.
+    """
+    if base_url is not None:
+        if not base_url.lower().startswith(("http://", "https://")):
+            fail(
+                f"--base-url or TINKER_BASE_URL: {base_url!r} is no URL; it starts with http:// or"
+                f" https://, such as http://{base_url.rpartition('/')[2] or '127.0.0.1:8000'}"
+            )
+        return base_url.rstrip("/")
+    from tinkercloud_api.config import state_folder
+
+    running = state_folder.running_server(read_settings(state_dir=state_dir).state_dir)
+    return (running.url if running is not None else DEFAULT_URL).rstrip("/")
+
+
+def request(
+    method: str,
+    base_url: str | None,
+    api_key: str,
+    path: str,
+    body: object = None,
+) -> Any:  # noqa: ANN401 - any JSON
+    """Send a request to a path under /api/v1 and return the response, or exit with its error.
+
+    It says on standard error what it waits for, if that takes long.
+
+    Args:
+        method: HTTP method.
+        base_url: URL of the server; None means the running server of this machine.
+        api_key: the caller's key.
+        path: path without /api/v1/.
+        body: a JSON value; a `Path` means the content of that file; None means no body.
+    """
+    url = server_url(base_url)
+    sending = _request(method, url, f"{url}/api/v1/{path}", api_key, body)
+    if isinstance(body, Path):
+        return asyncio.run(sending)
+    with waiting(f"waiting for {method} {path.partition('?')[0]} of {url}"):
+        return asyncio.run(sending)
+
+
+async def _request(method: str, url: str, target: str, api_key: str, body: object) -> Any:  # noqa: ANN401 - any JSON
+    import aiohttp
+
+    headers = {"X-API-Key": api_key}
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
+    try:
+        async with aiohttp.ClientSession(headers=headers, timeout=limits) as client:
+            if isinstance(body, Path):
+                size = await asyncio.to_thread(lambda: body.stat().st_size)
+                length = {"Content-Length": str(size)}
+                return await _send(client, method, target, data=_parts(body, size), headers=length)
+            return await _send(client, method, target, json=body)
+    except aiohttp.ClientError as error:
+        fail(f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL")
+
+
+async def _parts(file: Path, size: int) -> AsyncIterator[bytes]:
+    """Yield the content of a file, and show how much of it was sent."""
+    progress = CopyProgress("uploaded", size)
+    with file.open("rb") as opened:
+        while part := await asyncio.to_thread(opened.read, _PART_BYTES):
+            yield part
+            progress(len(part))
+    progress.finish()
+
+
+async def _send(
+    client: "aiohttp.ClientSession",
+    method: str,
+    target: str,
+    **body: Any,  # noqa: ANN401 - aiohttp's own arguments
+) -> Any:  # noqa: ANN401 - any JSON
+    import aiohttp
+
+    async with client.request(method, target, **body) as response:
+        try:
+            content = await response.json()
+        except (ValueError, aiohttp.ContentTypeError):
+            content = {}
+        if response.status >= 400:
+            fail(f"{response.status}: {content.get('detail', response.reason)}")
+        return content

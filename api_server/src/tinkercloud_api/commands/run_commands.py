@@ -1,0 +1,262 @@
+"""`tinkercloud runs`: how the runs of a server are doing; save, stop and continue them."""
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    Watch,
+    fail,
+    request,
+    say,
+    show,
+    watch,
+)
+from tinkercloud_api.config.readable import binary_size
+
+app = typer.Typer(
+    help="List, save, stop and continue the runs of a running server.", no_args_is_help=True
+)
+
+_COLUMNS = [
+    *("run", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
+    *("age", "last seen"),
+]
+_CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
+_FIRST_SAMPLER = 1 << 30
+"""Sampling sessions of the model's own client count from 0."""
+_CONTINUABLE = {"live", "suspended", "on disk", "dedicated"}
+"""States of runs whose next request continues them."""
+_GONE = {"lost": "is lost", "ended": "has ended"}
+"""States of runs of which only checkpoints remain."""
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: SESSION:train:N.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
+_ATTACHING = """\
+import tinker
+from tinker import types
+
+service_client = tinker.ServiceClient()
+training_client = tinker.TrainingClient(
+    service_client.holder,
+    {index},
+    types.ModelID({run!r}),
+    info=types.GetInfoResponse.model_validate_json(
+        {info!r}
+    ),
+)
+training_client._request_id_counter = training_client._turn_counter = {counter}
+service_client.holder._sampling_client_counter = {sampler}
+# The model has taken {step} steps: continue with the data of step {following}."""
+_RESTORING = """\
+import tinker
+
+service_client = tinker.ServiceClient()
+training_client = service_client.create_training_client_from_state_with_optimizer(
+    {path!r}
+).result()
+# The model has taken {step} steps: continue with the data of step {following}."""
+
+
+@app.command("list")
+def list_runs(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=100, help="Maximum number of runs to list.")
+    ] = 20,
+    *,
+    owner: Annotated[
+        str | None, typer.Option(help="List the runs of this owner (admins only).")
+    ] = None,
+    everybody: Annotated[
+        bool, typer.Option("--all", help="List the runs of all owners (admins only).")
+    ] = False,
+    again: Watch = False,
+    as_json: Json = False,
+) -> None:
+    """List runs: the last used first, and those that have ended last."""
+    scope = "accessible" if everybody else "owned"
+    query = {"limit": str(limit), "access_scope": scope}
+    if owner is not None:
+        query["owner"] = owner
+    path = f"runs?{urlencode(query)}"
+
+    def draw() -> None:
+        found: list[dict[str, Any]] = request("GET", base_url, api_key, path)["runs"]
+        show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
+
+    watch(draw, again=again)
+
+
+def _row(run: dict[str, Any]) -> dict[str, object]:
+    return {
+        "run": run["run_id"],
+        "owner": run["owner"],
+        "project": run["project_id"] or "",
+        "name": run["name"] or "",
+        "model": run["base_model"],
+        "step": "" if run["step"] is None else run["step"],
+        "tokens/min": f"{run['tokens_per_minute']:.0f}",
+        "state": run["state"],
+        "queue": run["queue_state"],
+        "age": age_of(run["created_at"]),
+        "last seen": f"{age_of(run['last_seen_at'])} ago",
+    }
+
+
+def age_of(moment: str) -> str:
+    """Return how long ago a time in ISO format was, in its largest unit, such as `5 min`."""
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"
+
+
+@app.command("show")
+def show_run(
+    run: RunArgument, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
+    """Show a run, and the checkpoints from which it can continue, automatic ones included."""
+    found = _details(run, api_key, base_url)
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    row = {**_row(found), "rank": found["lora_rank"] or "all weights", "reason": found["reason"]}
+    row |= {"unsaved steps": found["unsaved_steps"], "queue reason": found["queue_reason"]}
+    for name, value in row.items():
+        if value not in {None, ""}:
+            typer.echo(f"{name}: {value}")
+    rows = [
+        {
+            "step": each["step"],
+            "automatic": "yes" if each["is_automatic"] else "no",
+            "size": binary_size(each["size_bytes"]),
+            "saved": f"{age_of(each['time'])} ago",
+            "path": each["tinker_path"],
+        }
+        for each in found["checkpoints"]
+    ]
+    show(rows, _CHECKPOINT_COLUMNS, as_json=False)
+
+
+@app.command("save")
+def save_run(
+    run: RunArgument,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the checkpoint. Default: saved-step- and the step."),
+    ] = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Save a checkpoint of a run while its client trains, and print its path."""
+    _say_wait("saving", _details(run, api_key, base_url))
+    body = {"name": name} if name is not None else {}
+    saved = request("POST", base_url, api_key, f"{_path(run)}/save", body)
+    say(saved["tinker_path"], saved, as_json=as_json)
+
+
+@app.command("stop")
+def stop_run(
+    run: RunArgument,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    suspend: Annotated[
+        bool,
+        typer.Option("--suspend", help="Only free the memory of a run, until its next request."),
+    ] = False,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Save a run and end it, or suspend it; its checkpoints stay."""
+    found = _details(run, api_key, base_url)
+    action = "suspend" if suspend else "end"
+    _confirm(f"{action} {_described(found)}", skipped=yes)
+    _say_wait("saving", found)
+    answer = request("POST", base_url, api_key, f"{_path(run)}/stop", {"suspend": suspend})
+    say(answer["tinker_path"] or answer["state"], answer, as_json=as_json)
+
+
+@app.command("attach")
+def attach_run(
+    run: RunArgument, api_key: ApiKey, base_url: BaseUrl = None, *, yes: Yes = False
+) -> None:
+    """Print the Python lines that continue a run in a new process, exactly where it is.
+
+    The lines of a run that lives can be used once: requests of its former client fail from now on.
+    """
+    found = _details(run, api_key, base_url)
+    if found["state"] in _CONTINUABLE:
+        if found["is_connected"]:
+            _confirm(f"shut out the client, if it still runs, of {_described(found)}", skipped=yes)
+        _say_wait("continuing", found)
+        typer.echo(_attached(run, api_key, base_url))
+        return
+    if found["state"] not in _GONE:
+        fail(f"training run {run} can't be continued now: {found['reason']}")
+    if not found["checkpoints"]:
+        fail(f"training run {run} has no checkpoint to continue from ({found['reason']})")
+    newest = found["checkpoints"][0]
+    typer.echo(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
+    step = newest["step"]
+    typer.echo(_RESTORING.format(path=newest["tinker_path"], step=step, following=step + 1))
+
+
+def _attached(run: str, api_key: str, base_url: str | None) -> str:
+    """Return the lines that continue a run that lives, once other clients are shut out."""
+    attached = request("POST", base_url, api_key, "attach_model", {"model_id": run})
+    info = request("POST", base_url, api_key, "get_info", {"model_id": run})
+    following, step = attached["next_seq_id"], attached["step"]
+    # The SDK counts requests from 0 and sends the number plus one. Each sampler of unsaved weights
+    # needs a number that no earlier client of the model has used.
+    return _ATTACHING.format(
+        index=int(run.rpartition(":")[2]),
+        run=run,
+        info=json.dumps(info),
+        counter=following - 1,
+        sampler=_FIRST_SAMPLER + following,
+        step=step,
+        following=step + 1,
+    )
+
+
+def _details(run: str, api_key: str, base_url: str | None) -> dict[str, Any]:
+    found: dict[str, Any] = request("GET", base_url, api_key, _path(run))
+    return found
+
+
+def _path(run: str) -> str:
+    return f"runs/{quote(run, safe=':')}"
+
+
+def _described(run: dict[str, Any]) -> str:
+    """Return what a question says about a run."""
+    name = f" ({run['name']})" if run["name"] else ""
+    seen = age_of(run["last_seen_at"])
+    return f"run {run['run_id']}{name} of {run['owner']}, step {run['step']}, last seen {seen} ago"
+
+
+def _say_wait(what: str, run: dict[str, Any]) -> None:
+    """Say what the command waits for: a large model takes minutes."""
+    if run["state"] in _CONTINUABLE:
+        size = run["memory_bytes"]
+        place = f"{run['state']}, {binary_size(size)}" if size else run["state"]
+        typer.echo(f"{what} a model of {run['base_model']} ({place}) ...", err=True)
+
+
+def _confirm(action: str, *, skipped: bool) -> None:
+    """Ask whether to do something; exit if not."""
+    if not skipped:
+        typer.confirm(action[0].upper() + action[1:] + "?", abort=True, err=True)

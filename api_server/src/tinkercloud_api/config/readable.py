@@ -1,0 +1,25 @@
+"""Sizes and times as people read them: one form of each, in commands, logs and messages."""
+
+from datetime import UTC, datetime
+
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def binary_size(size: int) -> str:
+    """Return a number of bytes for people, such as `1.5 GiB`."""
+    shown, unit = float(size), 0
+    while shown >= 1024 and unit < len(_UNITS) - 1:
+        shown, unit = shown / 1024, unit + 1
+    return f"{shown:.1f} {_UNITS[unit]}" if unit else f"{size} bytes"
+
+
+def moment(time: datetime | str | None) -> str:
+    """Return a time in UTC to the second, such as `2026-11-28T19:14:30Z`; empty for None.
+
+    Args:
+        time: a time with its zone, or the same in ISO 8601.
+    """
+    if time is None:
+        return ""
+    parsed = datetime.fromisoformat(time) if isinstance(time, str) else time
+    return f"{parsed.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -1,0 +1,96 @@
+"""Where the models of runs are, without waking any of them."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tinkercloud_api.catalog.schema.tables import TrainingRun
+from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.heads.head_locator import HeadLocator
+from tinkercloud_api.heads.known_runs import placement_of
+from tinkercloud_api.heads.shared_heads import SharedHeads
+from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_protocol.heads.journal_files import has_journal
+from tinkercloud_protocol.heads.launch import HeldModel
+from tinkercloud_protocol.responses.run_states import RunState
+from tinkercloud_protocol.wire.errors import Unavailable
+
+_CONCURRENT_READS = 16
+_LOST = "its session head stopped without saving it"
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the model of a run is."""
+
+    state: RunState
+    reason: str | None = None
+    queue_state: str = "idle"
+    queue_reason: str | None = None
+    step: int | None = None
+    held: HeldModel | None = None
+    """What its head says; None if no shared head has the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStates:
+    """Finds the models of runs."""
+
+    locator: HeadLocator
+    checkpoints: Checkpoints
+    provider: SessionProvider
+    shared_heads: SharedHeads
+
+    async def of(self, rows: Sequence[TrainingRun]) -> list[Whereabouts]:
+        """Return where the model of each run is."""
+        held = await self.shared_heads.models() if rows else {}
+        dedicated = frozenset(self.provider.runs())
+        limit = asyncio.Semaphore(_CONCURRENT_READS)
+
+        async def find(row: TrainingRun) -> Whereabouts:
+            async with limit:
+                return await self._find(row, held.get(row.id), is_dedicated=row.id in dedicated)
+
+        return await asyncio.gather(*[find(row) for row in rows])
+
+    async def _find(
+        self, row: TrainingRun, held: HeldModel | None, *, is_dedicated: bool
+    ) -> Whereabouts:
+        if row.deleted_at is not None:
+            return Whereabouts("ended")
+        if held is not None:
+            return Whereabouts(
+                "suspended" if held.is_suspended else "live",
+                held.degraded,
+                held.queue_state,
+                held.queue_reason,
+                held.step,
+                held,
+            )
+        if row.generation is None:
+            await self.locator.known.run(row.id)
+            waits = self.locator.run_pending(row.id)
+            return Whereabouts("waiting", waits.reason, waits.queue_state, waits.reason)
+        if is_dedicated:
+            return Whereabouts("dedicated", self.provider.pending(placement_of(row)).reason)
+        try:
+            return await self._unheld(row, row.generation)
+        except Unavailable as error:
+            return Whereabouts("unknown", error.message)
+
+    async def _unheld(self, row: TrainingRun, generation: str) -> Whereabouts:
+        """Return where the model of a run is that no head has reported."""
+        if any(generation == head.generation for head in self.provider.shared_heads()):
+            return Whereabouts("live", "its session head is busy, and has not said how it is doing")
+        placement = placement_of(row)
+        state = await self.checkpoints.suspended.find(row.id)
+        if state is not None and state.continues_from(generation):
+            return Whereabouts("suspended", step=state.step)
+        journals, unsaved = self.provider.journals(placement), self.provider.unsaved(placement)
+        if (
+            await asyncio.to_thread(has_journal, journals, row.id, generation)
+            or await self.checkpoints.suspended.is_unsaved(row.id, generation, unsaved)
+            or await self.checkpoints.journals.has(row.id, generation)
+        ):
+            return Whereabouts("on disk", "its next request continues it where it was")
+        return Whereabouts("lost", _LOST)

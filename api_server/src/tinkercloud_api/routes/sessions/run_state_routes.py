@@ -1,0 +1,194 @@
+"""Runs as their owners see them: how each is doing, and saving and stopping them (no SDK calls)."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Body, Query
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes, declares, names_no_object
+from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
+from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_api.heads.run_states import Whereabouts
+from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.routes.account.session_usage import LIVE
+from tinkercloud_api.routes.requests.call import wait_for_head
+from tinkercloud_api.web.statuses import statuses
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.training_requests import TrainingName
+from tinkercloud_protocol.responses.run_states import (
+    RunCheckpoint,
+    RunDetails,
+    RunInfo,
+    RunList,
+    RunSaved,
+    RunStopped,
+)
+from tinkercloud_protocol.wire.errors import NotFound, StateLost
+from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.json_model import Name, WireModel
+
+router = APIRouter(prefix="/api/v1", tags=["runs"])
+
+_SHOWN_CHECKPOINTS = 10
+
+
+class SaveRun(WireModel):
+    """POST runs/{id}/save."""
+
+    name: TrainingName | None = None
+    """Name of the checkpoint, which must be new; absent: one with the number of the step."""
+
+
+class StopRun(WireModel):
+    """POST runs/{id}/stop."""
+
+    suspend: bool = False
+    """Whether the run is only suspended until its next request, rather than saved and deleted."""
+
+
+@router.get("/runs", responses=statuses("404"))
+@names_no_object
+async def list_runs(  # noqa: PLR0917 - query parameters
+    server: Server,
+    caller: Caller,
+    owner: Name | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
+    access_scope: Literal["owned", "accessible"] = "owned",
+) -> RunList:
+    """List runs and how each is doing: the last used first, and those that have ended last."""
+    visible = _visible(caller, owner, access_scope)
+    rows, total = await server.catalog.runs_by_use(visible, Page(offset, limit))
+    return RunList(runs=await _infos(rows, server), total_count=total)
+
+
+@router.get("/runs/{run_id}")
+async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
+    """Return how a run is doing, and the checkpoints from which it can continue."""
+    row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
+    (info,) = await _infos([row], server)
+    found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
+    return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
+
+
+@router.post("/runs/{run_id}/save", responses=statuses("410"))
+@declares(changes("checkpoint_write"))
+async def save_run(
+    run_id: str,
+    request: Annotated[SaveRun, Body(default_factory=SaveRun)],
+    server: Server,
+    caller: Caller,
+) -> RunSaved:
+    """Save a checkpoint of a run's state after its last optim_step; the body may be absent."""
+    await _authorize(run_id, server, caller)
+    limit = server.settings.max_checkpoint_bytes_per_owner
+    endpoint = await _head_of(run_id, server)
+    saved = await server.runs.save(run_id, endpoint, request.name, limit)
+    return RunSaved(tinker_path=saved.tinker_path, step=saved.step)
+
+
+@router.post("/runs/{run_id}/stop", responses=statuses("410"))
+@declares(changes("run_stop"))
+async def stop_run(
+    run_id: str,
+    request: Annotated[StopRun, Body(default_factory=StopRun)],
+    server: Server,
+    caller: Caller,
+) -> RunStopped:
+    """Save a run and delete its model, or suspend it; the body may be absent."""
+    await _authorize(run_id, server, caller)
+    if request.suspend:
+        await server.runs.suspend(run_id, await _head_of(run_id, server))
+        return RunStopped(state="suspended")
+    path = await server.runs.end(run_id, await _last_head_of(run_id, server))
+    return RunStopped(state="ended", tinker_path=path)
+
+
+async def _authorize(run_id: str, server: Context, caller: Principal) -> None:
+    await server.locator.known.authorize_run(str(ModelId.parse(run_id)), caller)
+
+
+async def _head_of(run_id: str, server: Context) -> HeadEndpoint:
+    locator = server.locator
+    return await wait_for_head(locator.head_of_run(run_id), lambda: locator.run_pending(run_id))
+
+
+async def _last_head_of(run_id: str, server: Context) -> HeadEndpoint | None:
+    """Return the head that can save a run; None if there is no model to save."""
+    row = await server.catalog.run(run_id)
+    if row is None or row.generation is None:
+        return None
+    try:
+        return await _head_of(run_id, server)
+    except StateLost:
+        # What is left of it are its checkpoints, the automatic ones included.
+        return None
+
+
+def _visible(caller: Principal, owner: str | None, access_scope: str) -> Visibility:
+    """Return which runs a list shows.
+
+    Raises:
+        NotFound: it names another owner, and may not see that owner's objects.
+    """
+    if owner is None:
+        return caller.visible(access_scope)
+    if not caller.may_see(owner):
+        raise NotFound(f"owner: runs of {owner!r} do not exist, or belong to another owner")
+    return Visibility(owner) if owner != caller.owner else caller.visible("owned")
+
+
+async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
+    found = await server.catalog.sessions_named([row.session_id for row in rows])
+    sessions, moment = {session.id: session for session in found}, now()
+    places = await server.runs.states.of(rows)
+    return [
+        _info(row, sessions[row.session_id], place, moment)
+        for row, place in zip(rows, places, strict=True)
+    ]
+
+
+def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: datetime) -> RunInfo:
+    lora, held = ModelSpec.model_validate(row.spec).lora, place.held
+    return RunInfo(
+        run_id=row.id,
+        owner=row.owner,
+        project_id=session.project,
+        name=session.display_name,
+        base_model=row.base_model,
+        lora_rank=lora.rank if lora is not None else None,
+        state=place.state,
+        reason=_why_ended(session) if place.state == "ended" else place.reason,
+        step=place.step,
+        unsaved_steps=held.unsaved_steps if held is not None else 0,
+        tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,
+        queue_state=place.queue_state,
+        queue_reason=place.queue_reason,
+        memory_bytes=held.memory_bytes if held is not None else None,
+        created_at=row.created_at,
+        last_request_at=row.last_request_at,
+        last_seen_at=max(row.last_request_at, session.last_heartbeat_at),
+        is_connected=session.finished_at is None and session.last_heartbeat_at >= moment - LIVE,
+    )
+
+
+def _why_ended(session: Session) -> str:
+    if session.finished_at is None:
+        return "its model was deleted"
+    detail = f", {session.finish_detail}" if session.finish_detail else ""
+    return f"its session was ended ({session.finish_reason}{detail})"
+
+
+def _checkpoint(manifest: CheckpointManifest) -> RunCheckpoint:
+    return RunCheckpoint(
+        tinker_path=manifest.tinker_path,
+        step=manifest.step,
+        time=manifest.created_at,
+        size_bytes=manifest.size_bytes,
+        is_automatic=manifest.path.is_autosave,
+    )

@@ -1,0 +1,97 @@
+"""Responses about runs as their clients left them: how each is doing, and how it continues.
+
+None of these is an SDK call.
+"""
+
+from datetime import datetime
+from typing import Literal
+
+from tinkercloud_protocol.responses.listings import Answer
+
+RunState = Literal[
+    "live", "suspended", "on disk", "dedicated", "waiting", "lost", "ended", "unknown"
+]
+"""Where a run's model is.
+
+`live`: in the memory of a session head. `suspended`: in the checkpoint store, and `on disk`: in its
+journal, until its next request. `dedicated`: in a Kubernetes session of its own. `waiting`: not
+created yet. `lost`: its head stopped without saving it. `ended`: deleted by its owner or client.
+`unknown`: the store or disk that would have it does not respond.
+"""
+
+
+class RunInfo(Answer):
+    """A run."""
+
+    run_id: str
+    owner: str
+    project_id: str | None = None
+    name: str | None = None
+    """Display name of its session."""
+    base_model: str
+    lora_rank: int | None = None
+    """None: all weights are trained."""
+    state: RunState
+    reason: str | None = None
+    """Why it is in this state, and what remains of it; None if there is no more to say."""
+    step: int | None = None
+    """Number of optimizer steps taken; None if no running head and no saved state has it."""
+    unsaved_steps: int = 0
+    """Number of changes, mostly optimizer steps, that are in no checkpoint."""
+    tokens_per_minute: float = 0.0
+    """Trained and sampled tokens of the last minute."""
+    queue_state: str = "idle"
+    """What its next request waits for: idle, running, waiting, paused_rate_limit or
+    paused_capacity."""
+    queue_reason: str | None = None
+    """Why it waits."""
+    memory_bytes: int | None = None
+    """None if it is not known."""
+    created_at: datetime
+    last_request_at: datetime
+    """Time of its last request, as stored in the catalog, which is updated every 30 seconds."""
+    last_seen_at: datetime
+    """Time of its client's last sign of life: a heartbeat of the session or a request."""
+    is_connected: bool = False
+    """Whether the client of its session has sent a heartbeat within two minutes."""
+
+
+class RunList(Answer):
+    """GET runs."""
+
+    runs: list[RunInfo]
+    total_count: int
+
+
+class RunCheckpoint(Answer):
+    """A training checkpoint from which a run can continue."""
+
+    tinker_path: str
+    step: int
+    """Number of optimizer steps that it has."""
+    time: datetime
+    size_bytes: int
+    is_automatic: bool
+    """Whether the head wrote it by itself; while the run lives, the head also deletes it."""
+
+
+class RunDetails(RunInfo):
+    """GET runs/{id}."""
+
+    checkpoints: list[RunCheckpoint]
+    """The newest training checkpoints, newest first."""
+
+
+class RunSaved(Answer):
+    """POST runs/{id}/save."""
+
+    tinker_path: str
+    step: int
+
+
+class RunStopped(Answer):
+    """POST runs/{id}/stop."""
+
+    state: Literal["suspended", "ended"]
+    tinker_path: str | None = None
+    """The checkpoint with its last state; None if it was suspended, or had no state to save."""

@@ -1,0 +1,1 @@
+"""A fake SGLang that computes real results, with SGLang's own server in front."""

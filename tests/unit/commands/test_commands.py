@@ -1,0 +1,151 @@
+"""What all `tinkercloud` commands have in common."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta, timezone
+
+import pytest
+import typer
+from typer.main import get_command
+
+from tinkercloud_api.cli import app
+from tinkercloud_api.commands.common import shared
+from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.config.readable import binary_size, moment
+
+PRINT_NOTHING = {
+    *("keys revoke", "sessions delete", "checkpoints delete"),
+    *("users create", "users set-role", "users disable", "users enable"),
+    *("projects rename", "projects delete", "projects set-member", "projects remove-member"),
+    "projects move",
+}
+"""Commands that only change something."""
+RUN_ON = {"serve", "demo", "drain"}
+"""Commands that print what happens while they run."""
+PRINT_TEXT = {"runs attach", "logs"}
+"""Commands whose output is Python code or a log."""
+HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
+
+
+def commands(group: object, name: str = "") -> Iterator[tuple[str, set[str]]]:
+    """Yield all commands with their options."""
+    for word, command in getattr(group, "commands", {}).items():
+        yield from commands(command, f"{name} {word}".strip())
+    if not hasattr(group, "commands"):
+        yield name, {option for each in getattr(group, "params", ()) for option in each.opts}
+
+
+def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
+    found = dict(commands(get_command(app)))
+
+    without = {name for name, options in found.items() if "--json" not in options}
+    assert without == PRINT_NOTHING | RUN_ON | PRINT_TEXT
+
+
+def test_a_completion_loads_nothing_that_only_a_running_command_needs() -> None:
+    code = f"import sys, tinkercloud_api.cli; print({set(HEAVY)} & set(sys.modules))"
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    assert result.stdout.strip() == "set()"
+
+
+def test_sizes_are_in_binary_units() -> None:
+    assert [binary_size(size) for size in (0, 1023, 1536, 5 << 40)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1.5 KiB",
+        "5.0 TiB",
+    ]
+
+
+def test_times_are_in_utc_to_the_second() -> None:
+    local = timezone(timedelta(hours=2))
+
+    assert moment(datetime(2026, 11, 28, 21, 14, 30, 5, local)) == "2026-11-28T19:14:30Z"
+    assert moment("2026-11-28T19:14:30.123456Z") == "2026-11-28T19:14:30Z"
+    assert moment("2026-11-28T19:14:30+00:00") == "2026-11-28T19:14:30Z"
+    assert not moment(None)
+
+
+class Terminal:
+    """Standard error of a command in a terminal."""
+
+    def __init__(self) -> None:
+        self.written = ""
+        self.has_waited = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def flush(self) -> None: ...
+
+    def write(self, text: str) -> None:
+        self.written += text
+        if text.count("for 0 s"):
+            self.has_waited.set()
+
+
+def test_a_terminal_shows_progress_on_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = CopyProgress("uploaded", 2048)
+    progress(2048)
+    progress.finish()
+
+    assert terminal.written.splitlines()[-1].endswith("uploaded 2.0 KiB of 2.0 KiB")
+    assert terminal.written.count("\n") == 1
+
+
+def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
+
+    with waiting("waiting for the server"):
+        assert terminal.has_waited.wait(60)
+
+    assert "waiting for the server, for 0 s" in terminal.written
+    assert terminal.written.endswith("\n")
+
+
+def test_a_short_wait_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with waiting("waiting for the server"):
+        pass
+
+    assert not capsys.readouterr().err
+
+
+def test_watch_prints_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[datetime] = []
+
+    def draw() -> None:
+        drawn.append(datetime.now(UTC))
+        if len(drawn) == 3:
+            raise KeyboardInterrupt
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr(shared, "_WATCH_SECONDS", 0.0)
+    with pytest.raises(typer.Exit) as ended:
+        shared.watch(draw, again=True)
+
+    assert len(drawn) == 3
+    assert terminal.written == shared._CLEAR * 2
+    assert ended.value.exit_code == 0
+    drawn.clear()
+    shared.watch(draw, again=False)
+    assert len(drawn) == 1
+
+
+def test_an_error_is_one_line_that_can_be_copied(capsys: pytest.CaptureFixture[str]) -> None:
+    message = "no such folder: " + "/a/long/path" * 20
+
+    with pytest.raises(typer.Exit):
+        shared.fail(message)
+
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -1,0 +1,108 @@
+"""What a local server says of a head that loads, has failed or stops."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, Placement, ServedModel
+from tinkercloud_api.providers.local import local_head
+from tinkercloud_api.providers.local.local_head import LocalHead
+from tinkercloud_api.providers.local.local_provider import LocalProvider
+from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_protocol.heads.usage_reports import UsageReport
+from tinkercloud_testing.bare_heads import until
+
+MODEL = ServedModel("m", 8)
+
+
+async def ignore(_report: UsageReport) -> None: ...
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider([MODEL], Settings(state_dir=tmp_path, preload=False))
+    await provider.start(ignore)
+    yield provider
+    await provider.stop()
+
+
+@pytest.fixture
+def head(provider: LocalProvider) -> LocalHead:
+    head = provider._heads["m"]
+    head._folder.path.mkdir(parents=True, exist_ok=True)
+    return head
+
+
+def says(head: LocalHead, *lines: object) -> None:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    head._folder.log.write_text(text + "\n")
+
+
+def test_a_head_that_has_logged_nothing_is_starting_its_process(head: LocalHead) -> None:
+    assert "starting its process" in head.progress()
+    assert "its weights have 0 bytes" in head.progress()
+
+
+def test_the_last_progress_in_the_log_of_a_head_is_how_far_it_is(head: LocalHead) -> None:
+    says(
+        head,
+        {"event": "loading", "progress": "reading the tokenizer"},
+        {"event": "loading", "progress": "reading and checking the weights"},
+        {"event": "a warning of a library"},
+        "progress: none of ours",
+        "[1]",
+    )
+
+    assert ", reading and checking the weights" in head.progress()
+
+
+async def test_a_waiting_head_is_reported_again_and_again(
+    head: LocalHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_head, "_PROGRESS_SECONDS", 0.0)
+    steps = iter(["0 of 2 runs saved", "1 of 2 runs saved", *["2 of 2 runs saved"] * 100_000])
+
+    with capture_logs() as logged:
+        async with head._reporting("the session head is stopping", lambda: next(steps)):
+            await until(lambda: len(logged) >= 3)
+
+    assert logged[1] == {
+        "event": "the session head is stopping",
+        "log_level": "info",
+        "model": "m",
+        "progress": "1 of 2 runs saved",
+    }
+
+
+async def test_a_model_is_not_loaded_is_loading_is_ready_or_has_failed(
+    provider: LocalProvider, head: LocalHead
+) -> None:
+    assert provider.state_of(MODEL) == "not loaded: it is when a client needs it"
+    placement = Placement("s:train:0", "me", "m", None, SessionOptions())
+    started = asyncio.Event()
+
+    async def start() -> HeadEndpoint:
+        await started.wait()
+        raise HeadFailed("its files are damaged")
+
+    head._starting = asyncio.create_task(start())
+    head._starting.add_done_callback(head._start_finished)
+    assert str(provider.state_of(MODEL)).startswith("loading for ")
+    pending = provider.pending(placement)
+    assert pending.queue_state == "paused_capacity"
+    assert "is loading the model for " in pending.reason
+    started.set()
+    with pytest.raises(HeadFailed):
+        await head._starting
+    await asyncio.sleep(0)
+    assert provider.state_of(MODEL) == "failed: its files are damaged"
+
+    head.endpoint = HeadEndpoint("http://127.0.0.1:1", "", "g")
+    assert provider.state_of(MODEL) == "ready"
+    assert "creates the run, or reads its saved state" in provider.pending(placement).reason
+    head.endpoint = None

@@ -1,0 +1,59 @@
+"""Separates the reasoning before an answer in JSON, which clients parse as a whole."""
+
+from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, Reasoning
+from tinkercloud_worker.chat.text import suffix_length
+
+
+class Thought(str):
+    """A part of the reasoning before an answer, without its tags."""
+
+    __slots__ = ()
+
+
+class ThoughtSplitter:
+    """Splits a growing text into reasoning and what follows it."""
+
+    def __init__(self, reasoning: Reasoning) -> None:
+        """Start before the first token.
+
+        Args:
+            reasoning: whether the text begins with reasoning, or within it.
+        """
+        self._held = ""
+        """Text that may be a part of a tag."""
+        self._tag = {Reasoning.POSSIBLE: THINK, Reasoning.OPEN: THINK_END}.get(reasoning)
+        """The tag that is searched; None after reasoning, or without it."""
+        self._follows = False
+        """Whether the next text follows reasoning, and white space before it is not kept."""
+
+    def add(self, text: str) -> list[str]:
+        """Append text; return the parts that are certain."""
+        self._held += text
+        if self._tag == THINK:
+            if THINK.startswith(self._held) and self._held != THINK:
+                return []
+            is_thought = self._held.startswith(THINK)
+            self._held = self._held.removeprefix(THINK)
+            self._tag = THINK_END if is_thought else None
+        if self._tag == THINK_END:
+            thought, tag, rest = self._held.partition(THINK_END)
+            if not tag:
+                certain = len(thought) - suffix_length(thought, THINK_END)
+                return self._taken(certain)
+            self._held, self._tag, self._follows = rest, None, True
+            return [*([Thought(thought)] if thought else []), *self.add("")]
+        if self._follows:
+            self._held = self._held.lstrip()
+            self._follows = not self._held
+        return self._taken(len(self._held))
+
+    def finish(self) -> list[str]:
+        """Return the rest of the text."""
+        return self._taken(len(self._held))
+
+    def _taken(self, length: int) -> list[str]:
+        """Remove the beginning of the held text, and return it."""
+        text, self._held = self._held[:length], self._held[length:]
+        if not text:
+            return []
+        return [Thought(text) if self._tag == THINK_END else text]
