@@ -381,3 +381,12 @@ def test_what_cannot_be_enforced_is_refused_by_name(
 
     assert isinstance(caught.value.body, dict)
     assert caught.value.body["param"] == param
+
+
+def test_strict_tools_that_cannot_be_enforced_are_offered_as_others_are(
+    openai_client: openai.OpenAI,
+) -> None:
+    function = {"name": "f", "parameters": {"uniqueItems": True}, "strict": True}
+    tools = [{"type": "function", "function": function}]
+
+    assert ask(openai_client, tools=tools, max_completion_tokens=5).choices[0].message.content

@@ -173,7 +173,6 @@ def test_a_model_in_training_answers_with_its_current_weights_while_it_trains(
     [
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"logit_bias": {"1000000": 3}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"extra_body": {"guided_regex": ".*"}}, "guided_regex"),
         ({"top_logprobs": 2}, "top_logprobs"),

@@ -20,7 +20,7 @@ from tinkercloud_testing.models import (
     tiny_deepseek_v3,
     tiny_llama,
 )
-from tinkercloud_worker.chat.answer_rules import AnswerRule, Function
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.engine.sampling.sampler_interface import (
@@ -31,6 +31,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 from tinkercloud_worker.inference.client import InferenceClient, Json
 from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
+from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, allowed_logits
 
 # New grammars are tried in processes of their own.
 pytestmark = pytest.mark.timeout(180)
@@ -145,8 +146,7 @@ async def test_a_grammar_that_becomes_too_complex_fails_its_own_request(tmp_path
     class Failing:
         """A grammar whose limits are reached at the third token."""
 
-        source = ""
-        is_complete = False
+        source, is_needed, is_complete = "", True, False
 
         def matcher(self) -> "Failing":
             self.left = 3
@@ -242,6 +242,57 @@ async def test_sglang_receives_the_grammar_and_scores_the_sample_without_it() ->
     assert list(result.sequences[0].logprobs) == [-1.5]
 
 
+class Completing(InferenceClient):
+    """A vLLM server that notes what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("http://vllm", key=None, max_concurrent=1)
+        self.sent: list[Json] = []
+
+    async def generate(self, path: str, body: Json) -> Json:
+        self.sent.append(body)
+        raise ConnectionError
+
+
 async def test_vllm_is_not_asked_for_a_form() -> None:
     with pytest.raises(InvalidRequest, match=r"^response_format, tool_choice.* is vLLM"):
-        await VllmDialect(Answering(), "tiny").sample(a_request(a_grammar()), None)
+        await VllmDialect(Completing(), "tiny").sample(a_request(a_grammar()), None)
+
+
+async def test_vllm_is_asked_for_any_text_where_agents_only_prefer_strict_calls() -> None:
+    strict = Function("f", {"type": "object"}, "tools.0", is_strict=True)
+    rule = rule_of([strict], ToolChoice("auto"))
+    assert rule is not None
+    grammar, client = Grammars().compile(rule, TEXT, [EOS_TOKEN_ID], PROMPT), Completing()
+
+    with pytest.raises(ConnectionError):
+        await VllmDialect(client, "tiny").sample(a_request(grammar), None)
+
+    assert len(client.sent) == 1
+
+
+@pytest.mark.parametrize("num_tokens", [30, 50, 80])
+def test_a_tokenizer_may_have_fewer_or_more_tokens_than_the_model_has_logits(
+    num_tokens: int,
+) -> None:
+    class Allowing:
+        """A grammar that allows its last token, or the last one with a logit."""
+
+        source, is_needed, is_complete = "", True, False
+
+        def matcher(self) -> "Allowing":
+            return self
+
+        def allowed(self, ends: object) -> Any:
+            del ends
+            return np.arange(num_tokens) == min(num_tokens, 50) - 1
+
+        def add(self, token: int) -> None:
+            del token
+
+    logits, grammar = torch.zeros(1, 50), Allowing()
+    grammatical = replace(a_request(None), grammar=grammar)
+
+    masked = allowed_logits(logits, [RunningSequence(grammatical, 0, None)])
+
+    assert masked.isfinite().nonzero().tolist() == [[0, min(num_tokens, 50) - 1]]

@@ -121,6 +121,16 @@ def test_required_calls_are_one_or_more_in_the_format_of_the_template() -> None:
     assert not accepts(grammar, a_call("f") + " Done.")
 
 
+def test_calls_of_models_that_write_no_line_breaks_are_accepted() -> None:
+    call = a_call("f").replace("\n", "")
+    required = openai(tools=[a_tool("f")], tool_choice="required")
+    strict = openai(tools=[a_tool("f", strict=True)])
+
+    assert accepts(required, call)
+    assert accepts(required, call + call)
+    assert accepts(strict, "So: " + call)
+
+
 def test_one_call_is_one() -> None:
     tools: Any = [a_tool("f"), a_tool("g")]
     named = {"type": "function", "function": {"name": "g"}}

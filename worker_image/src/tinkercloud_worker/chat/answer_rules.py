@@ -6,13 +6,13 @@ https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 
-HERMES_CALL, _CALL_END = "<tool_call>", "}\n</tool_call>"
+HERMES_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 MAX_SCHEMA_CHARACTERS = 1 << 16
@@ -65,6 +65,14 @@ class AnswerRule:
     has_text: bool = False
     """Whether it may be text, also before calls."""
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether a request fails if its answer can't be constrained.
+
+        Agents ask for strict tools of all models and servers, and check the calls themselves.
+        """
+        return not self.has_text
+
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
@@ -97,6 +105,8 @@ def rule_of(
     """
     if choice.kind in {"auto", "none"}:
         offered = functions if choice.kind == "auto" else ()
+        if json_schema is None:
+            offered = [_as_called(each) for each in offered]
         is_bound = choice.is_one_call or any(each.is_strict for each in offered)
         if json_schema is None and not (offered and is_bound):
             return None
@@ -116,6 +126,11 @@ def rule_of(
             f"tool_choice: the request has no tool named {choice.name!r}; choose one of {known}"
         )
     return AnswerRule(functions=named[:1], is_one_call=True)
+
+
+def _as_called(function: Function) -> Function:
+    """Return a function with the schema that its calls must have beside free text."""
+    return function if function.is_strict else replace(function, schema=ANY_OBJECT)
 
 
 def schemas_of(rule: AnswerRule) -> list[tuple[str, str]]:
@@ -176,7 +191,7 @@ def source_of(rule: AnswerRule, reasoning: Reasoning) -> str:
         forms.append(f"TEXT | {call}" if rule.is_one_call else f"({call})* TEXT")
     elif rule.functions:
         call = f"{_text(HERMES_CALL)} ({call})"
-        forms.append(call if rule.is_one_call else rf'{call} ("\n" {call})*')
+        forms.append(call if rule.is_one_call else rf'{call} ("\n"? {call})*')
     if rule.json_schema is not None:
         forms.append("json")
     lines = [_HEADER, f"start: {_thought(rule, reasoning)}({' | '.join(forms)})"]
@@ -186,8 +201,9 @@ def source_of(rule: AnswerRule, reasoning: Reasoning) -> str:
         lines += [_TEXT, f"thought[lazy]: TEXT {_text(THINK_END)}", _AFTER_THINKING]
     for number, function in enumerate(rule.functions):
         name = json.dumps(function.name, ensure_ascii=False)
-        begin = _text(f'\n{{"name": {name}, "arguments": ')
-        lines.append(f"call_{number}: {begin} json_{number} {_text(_CALL_END)}")
+        begin = _text(f'{{"name": {name}, "arguments": ')
+        # Templates and trained models differ in the line breaks, which mean nothing.
+        lines.append(f'call_{number}: "\\n"? {begin} json_{number} "}}" "\\n"? {_text(_CALL_END)}')
         lines.append(_json_rule(f"json_{number}", function.schema))
     if rule.json_schema is not None:
         lines.append(_json_rule("json", rule.json_schema))

@@ -42,6 +42,7 @@ class Grammar:
 
     source: str
     """The grammar in Lark."""
+    is_needed: bool
     _field: str
     """A field of the request that has a schema."""
     _template: LLMatcher
@@ -154,12 +155,10 @@ class Grammars:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(text, ends, field)
             tokenizer = self._tokenizer
-        _check([*schemas, (field, source)])
-        for place, each in schemas:
-            _compiled(tokenizer, each, place)
-        template = _compiled(tokenizer, source, field)
+        template = _template(tokenizer, source, schemas)
+        grammar = Grammar(source, rule.is_needed, field, template, text.num_tokens)
         with self._lock:
-            grammar = self._kept[source] = Grammar(source, field, template, text.num_tokens)
+            self._kept[source] = grammar
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
             return grammar
@@ -173,6 +172,23 @@ def _tokenizer_of(text: ChatText, ends: Collection[int], field: str) -> LLTokeni
             " its tokens; leave it out"
         )
     return LLTokenizer(TokenizerWrapper(vocabulary))
+
+
+def _template(tokenizer: LLTokenizer, source: str, schemas: Sequence[tuple[str, str]]) -> LLMatcher:
+    """Compile a grammar, or name the field of its schema that fails.
+
+    Raises:
+        InvalidRequest: it fails.
+    """
+    field = schemas[0][0]
+    try:
+        _check([(field, source)])
+        return _compiled(tokenizer, source, field)
+    except InvalidRequest:
+        _check(schemas)
+        for place, each in schemas:
+            _compiled(tokenizer, each, place)
+        raise
 
 
 def _compiled(tokenizer: LLTokenizer, source: str, field: str) -> LLMatcher:

@@ -112,9 +112,9 @@ def reject_grammars(request: SamplingRequest, server: str) -> None:
         server: name of the program that is not asked for it.
 
     Raises:
-        InvalidRequest: the request has a grammar.
+        InvalidRequest: the request needs a grammar.
     """
-    if request.grammar is not None:
+    if request.grammar is not None and request.grammar.is_needed:
         raise InvalidRequest(
             "response_format, tool_choice, parallel_tool_calls, strict: answers can't be"
             f" constrained, because this model's sampler is {server}; leave these fields out, or"

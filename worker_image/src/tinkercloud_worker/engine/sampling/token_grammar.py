@@ -38,5 +38,9 @@ class TokenGrammar(Protocol):
     def source(self) -> str:
         """The grammar in llguidance's dialect of Lark, for samplers that compile it themselves."""
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether samplers that take no grammars refuse the request, rather than ignore it."""
+
     def matcher(self) -> TokenMatcher:
         """Return a matcher before the first token. Thread-safe."""

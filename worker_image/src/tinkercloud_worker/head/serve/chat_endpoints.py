@@ -325,7 +325,12 @@ class HeadChat:
                 raise ContextLengthExceeded(asked.prompt_field, len(prompt), most)
         ends, grammar = backend.end_tokens | text.turn_ends, None
         if asked.rule is not None:
-            grammar = self._grammars.compile(asked.rule, text, ends, asked.prompts[0])
+            try:
+                grammar = self._grammars.compile(asked.rule, text, ends, asked.prompts[0])
+            except InvalidRequest as error:
+                if asked.rule.is_needed:
+                    raise
+                log.warning("the calls of an answer are not constrained", reason=error.message)
         return Run(asked, answer, _choices(asked, text, ends), grammar)
 
     async def _read(self, call: "Call", read: Callable[[bytes], T]) -> T:

@@ -92,6 +92,8 @@ class SglangDialect:
         The prompt is repeated in a batch, since the samples of SGLang's own `n` share one seed.
         """
         _check_stops(request.stop)
+        if request.images and request.grammar is not None and not request.grammar.is_needed:
+            request = replace(request, grammar=None)
         _check_changes(request)
         seeds = [(request.seed + k) & SEED_MASK for k in range(request.num_samples)]
         body = {

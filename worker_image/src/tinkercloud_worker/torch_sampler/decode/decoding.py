@@ -194,19 +194,20 @@ def allowed_logits(logits_BV: Tensor, sequences: Sequence[RunningSequence]) -> T
     Rows of sequences without a grammar are unchanged. A sequence whose grammar fails ends with the
     error.
     """
-    rows, masks = [], []
+    num_logits, rows, masks = logits_BV.shape[1], [], []
     for row, sequence in enumerate(sequences):
         grammar = sequence.request.grammar
         if grammar is None:
             continue
         try:
             sequence.matcher = sequence.matcher or grammar.matcher()
-            allowed = sequence.matcher.allowed(sequence.request.stop.token_ids)
+            # A tokenizer may have fewer tokens than the model has logits, or more.
+            allowed = sequence.matcher.allowed(sequence.request.stop.token_ids)[:num_logits]
         except Exception as error:  # noqa: BLE001 - it fails its own request
             sequence.error = error
             continue
         rows.append(row)
-        masks.append(np.pad(allowed, (0, logits_BV.shape[1] - len(allowed))))
+        masks.append(np.pad(allowed, (0, num_logits - len(allowed))))
     if not rows:
         return logits_BV
     rows_R = torch.tensor(rows, device=logits_BV.device)
