@@ -209,7 +209,7 @@ def test_a_model_that_cannot_be_loaded_fails_with_the_reason(
 ) -> None:
     broken = shutil.copytree(model_folder, tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "model_type": "no-such-model"}))
+    (broken / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
     with (
         a_server(tmp_path / "state", {"broken": broken}) as server,
         pytest.raises(tinker.RequestFailedError, match="failed to start"),

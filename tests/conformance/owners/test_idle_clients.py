@@ -212,7 +212,7 @@ def test_the_list_of_sessions_shows_clients_that_vanished_and_what_they_have_in_
     saved = own_server.post("save_weights", save, key=key).json()
 
     assert own_server.result(saved["request_id"], key=key).status == 200
-    heartbeat = past.partition(".")[0]
-    for text in (session["session_id"], "gone", "silent", heartbeat, "1 suspended", "0.0 MB"):
+    heartbeat = past.partition(".")[0].replace(" ", "T") + "Z"
+    for text in (session["session_id"], "gone", "silent", heartbeat, "1 suspended", "0 bytes"):
         assert text in listed
     wait_until(lambda: the_session(own_server, key)["state"] == "live", "the heartbeat")
