@@ -100,6 +100,9 @@ class Gpus:
 
 async def device(settings: Settings) -> list[CheckResult]:
     """Report whether torch finds the GPUs that heads use, and whether the models fit."""
+    if settings.trainer.ranks or settings.trainer.backend == "none":
+        detail = "heads compute elsewhere (trainer.ranks, or trainer.backend none)"
+        return [CheckResult("device", is_good=True, detail=detail)]
     try:
         preflight.check_device(settings)
     except preflight.CannotServeError as error:

@@ -28,6 +28,7 @@ _FAMILIES = Path("models", "auto", "modeling_auto.py")
 """Where transformers lists the families of its models."""
 _GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg", "/dev/kfd")
 """Device files of GPUs: NVIDIA's, those of WSL, and AMD's."""
+_CGROUP = Path("/sys/fs/cgroup")
 _OF_HEADS = ("tinkercloud_worker", "torch", "transformers")
 _OF_MEGATRON = ("megatron", "mbridge", "einops")
 """What heads and their megatron trainer import."""
@@ -57,8 +58,10 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
         for name, folder in folders.items():
             if is_needed or _has_weights(Path(folder)):
                 check_weights(name, Path(folder))
-            check_family(name, Path(folder))
-        check_memory(settings, sum(weight_bytes(Path(folder)) for folder in folders.values()))
+            if is_needed:
+                check_family(name, Path(folder))
+        if is_needed:
+            check_memory(settings, sum(weight_bytes(Path(folder)) for folder in folders.values()))
 
 
 def check_installed(settings: Settings) -> None:
@@ -165,7 +168,7 @@ def check_family(name: str, folder: Path) -> None:
     """Check that transformers has the family of a model, without loading transformers.
 
     Raises:
-        CannotServeError: it does not.
+        CannotServeError: it does not, or the model's configuration is damaged.
     """
     found = importlib.util.find_spec("transformers")
     if found is None or found.origin is None:
@@ -173,7 +176,12 @@ def check_family(name: str, folder: Path) -> None:
     known, config = Path(found.origin).parent / _FAMILIES, folder / "config.json"
     if not known.is_file() or not config.is_file():
         return
-    family = json.loads(config.read_bytes()).get("model_type")
+    try:
+        family = json.loads(config.read_bytes()).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise CannotServeError(
+            f"model {name!r}: {config} is damaged ({error}); download it again"
+        ) from None
     if f'"{family}"' not in known.read_text():
         raise CannotServeError(
             f"model {name!r}: {config} has model_type {family!r}, of which transformers"
@@ -202,12 +210,22 @@ def check_memory(settings: Settings, needed: int) -> None:
 
 
 def available_bytes() -> int:
-    """Return the memory, in bytes, that this machine has for more programs, with its swap."""
+    """Return the memory, in bytes, that this machine and its control group have for programs."""
+    free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, KeyError):
-        lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        kibibytes = {words[0]: int(words[1]) for words in lines}
-        return (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        kibibytes = _numbers(Path("/proc/meminfo"))
+        free = (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"]) << 10
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        # File caches are counted as used, but are dropped when programs need memory.
+        cached = _numbers(_CGROUP / "memory.stat")["inactive_file"]
+        used = int((_CGROUP / "memory.current").read_text()) - cached
+        free = min(free, int((_CGROUP / "memory.max").read_text()) - used)
+    return free
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    lines = (line.split() for line in file.read_text().splitlines())
+    return {words[0]: int(words[1]) for words in lines}
 
 
 def _has_weights(folder: Path) -> bool:
