@@ -163,7 +163,7 @@ def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> Non
     assert verified["faults"] == []
     own_server.command("audit", "verify", "--contains", verified["newest"])
 
-    changed = "UPDATE audit_entries SET owner = ? WHERE id = 1"
+    changed = "UPDATE audit_log SET owner = ? WHERE id = 1"
     with closing(sqlite3.connect(own_server.state_dir / "catalog.db")) as catalog, catalog:
         catalog.execute(changed, ("mallory",))
     with pytest.raises(AssertionError, match="broken: entry 1 "):

@@ -76,14 +76,14 @@ async def test_writers_of_many_servers_make_one_chain(
 
 
 TAMPERING = {
-    "UPDATE audit_entries SET owner = 'bob' WHERE id = 5": "entry 5 ",
-    "UPDATE audit_entries SET details = '{}' WHERE id = 4": "entry 4 ",
-    "UPDATE audit_entries SET outcome_of = 1 WHERE id = 6": "entry 6 ",
-    "UPDATE audit_entries SET hash = 'abc' WHERE id = 3": "entry 3 ",
-    "DELETE FROM audit_entries WHERE id IN (3, 4)": "entries 3 to 4 are missing",
-    "DELETE FROM audit_entries WHERE id > 8": "entries 9 to 10, the newest, are missing",
-    "DELETE FROM audit_entries": "entries 1 to 10, the newest, are missing",
-    "UPDATE audit_entries SET event = 'removed', details = '{}' WHERE id = 5": (
+    "UPDATE audit_log SET owner = 'bob' WHERE id = 5": "entry 5 ",
+    "UPDATE audit_log SET details = '{}' WHERE id = 4": "entry 4 ",
+    "UPDATE audit_log SET outcome_of = 1 WHERE id = 6": "entry 6 ",
+    "UPDATE audit_log SET hash = 'abc' WHERE id = 3": "entry 3 ",
+    "DELETE FROM audit_log WHERE id IN (3, 4)": "entries 3 to 4 are missing",
+    "DELETE FROM audit_log WHERE id > 8": "entries 9 to 10, the newest, are missing",
+    "DELETE FROM audit_log": "entries 1 to 10, the newest, are missing",
+    "UPDATE audit_log SET event = 'removed', details = '{}' WHERE id = 5": (
         "1 entries were removed, but the log records the removal of 0"
     ),
 }
@@ -92,14 +92,14 @@ TAMPERING = {
 
 async def test_every_changed_or_removed_row_is_found(engine: AsyncEngine) -> None:
     log = await some_entries(engine)
-    await change(engine, "CREATE TABLE kept AS SELECT * FROM audit_entries")
+    await change(engine, "CREATE TABLE kept AS SELECT * FROM audit_log")
 
     for statement, fault in TAMPERING.items():
         assert (await log.verify()).faults == []
         await change(engine, statement)
         assert (await log.verify()).faults[0].startswith(fault), statement
-        await change(engine, "DELETE FROM audit_entries")
-        await change(engine, "INSERT INTO audit_entries SELECT * FROM kept")
+        await change(engine, "DELETE FROM audit_log")
+        await change(engine, "INSERT INTO audit_log SELECT * FROM kept")
 
 
 async def test_a_log_that_was_written_again_lacks_a_noted_entry(engine: AsyncEngine) -> None:
@@ -108,7 +108,7 @@ async def test_a_log_that_was_written_again_lacks_a_noted_entry(engine: AsyncEng
     await write(log, "ann", "later")
     assert (await log.verify(noted)).faults == []
 
-    await change(engine, "DELETE FROM audit_entries")
+    await change(engine, "DELETE FROM audit_log")
     await change(engine, "UPDATE audit_chain SET number = 0, hash = ''")
     await some_entries(engine)
 
@@ -148,7 +148,7 @@ async def test_a_flood_of_one_owner_removes_only_its_own_entries(engine: AsyncEn
     verdict = await log.verify()
     own = [row.entry.details["path"] for row in await listed(log, "ann")]
     async with engine.connect() as connection:
-        rows = (await connection.execute(text("SELECT count(*) FROM audit_entries"))).scalar()
+        rows = (await connection.execute(text("SELECT count(*) FROM audit_log"))).scalar()
 
     assert (verdict.removed, verdict.faults) == (16, [])
     assert own == ["8", "9", "10", "11"]
@@ -163,7 +163,7 @@ async def test_a_deletion_that_looks_like_retention_is_found(engine: AsyncEngine
     await log.forget(moment)
 
     await change(
-        engine, "UPDATE audit_entries SET event = 'removed', details = '{}' WHERE id IN (11, 12)"
+        engine, "UPDATE audit_log SET event = 'removed', details = '{}' WHERE id IN (11, 12)"
     )
 
     assert (await log.verify()).faults == [

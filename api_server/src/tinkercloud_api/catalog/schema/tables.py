@@ -396,11 +396,11 @@ class SamplerClientCount(Table):
 class AuditEntry(Table):
     """A request that changed something, or tried to; or its outcome. Rows are only added."""
 
-    __tablename__ = "audit_entries"
+    __tablename__ = "audit_log"
     __table_args__ = (
-        Index("audit_entries_by_owner", "owner", "at"),
-        Index("audit_entries_by_time", "at"),
-        Index("audit_entries_by_event", "event"),
+        Index("audit_log_by_owner", "owner", "at"),
+        Index("audit_log_by_time", "at"),
+        Index("audit_log_by_event", "event"),
     )
 
     id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)

@@ -57,7 +57,12 @@ class StoredDays(Statements):
             .where(Checkpoint.size_bytes.is_not(None))
             .group_by(Checkpoint.owner, project, base_model)
         )
+        measured = select(StoredDay.day).where(StoredDay.day == day).limit(1)
         async with self._writing() as db:
+            if await db.scalar(measured) is not None:
+                # By another process, or before a restart.
+                self._measured = day
+                return
             found = [
                 {
                     "day": day,

@@ -1,6 +1,7 @@
 """The audit log as a chain of rows, and the storage of checkpoints by day.
 
-Entries that the log has already become the first rows of the chain.
+Entries that the log has already become the first rows of the chain. The table of before stays:
+servers of the version before may still run during an upgrade, and after a rollback.
 """
 
 from datetime import UTC, datetime
@@ -33,11 +34,8 @@ def upgrade() -> None:
 
 
 def _chain_audit_entries() -> None:
-    op.rename_table("audit_entries", "old_audit_entries")
-    for name in ("audit_entries_by_owner", "audit_entries_by_time"):
-        op.drop_index(name, "old_audit_entries")
     entries = op.create_table(
-        "audit_entries",
+        "audit_log",
         sa.Column("id", sa.BigInteger(), autoincrement=False, nullable=False),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("owner", sa.String(), nullable=False),
@@ -46,7 +44,7 @@ def _chain_audit_entries() -> None:
         sa.Column("details", sa.JSON(), nullable=False),
         sa.Column("outcome_of", sa.BigInteger(), nullable=True),
         sa.Column("hash", sa.String(), nullable=False),
-        sa.PrimaryKeyConstraint("id", name="audit_entries_key"),
+        sa.PrimaryKeyConstraint("id", name="audit_log_key"),
     )
     chain = op.create_table(
         "audit_chain",
@@ -57,17 +55,16 @@ def _chain_audit_entries() -> None:
     )
     number, newest = _copy(entries)
     op.bulk_insert(chain, [{"name": "audit", "number": number, "hash": newest}])
-    op.drop_table("old_audit_entries")
-    op.create_index("audit_entries_by_owner", "audit_entries", ["owner", "at"])
-    op.create_index("audit_entries_by_time", "audit_entries", ["at"])
-    op.create_index("audit_entries_by_event", "audit_entries", ["event"])
-    op.create_index("ix_audit_entries_outcome_of", "audit_entries", ["outcome_of"])
+    op.create_index("audit_log_by_owner", "audit_log", ["owner", "at"])
+    op.create_index("audit_log_by_time", "audit_log", ["at"])
+    op.create_index("audit_log_by_event", "audit_log", ["event"])
+    op.create_index("ix_audit_log_outcome_of", "audit_log", ["outcome_of"])
 
 
 def _copy(entries: sa.Table) -> tuple[int, str]:
     """Chain the entries of before; return the number of the last one, and its hash."""
     old = sa.table(
-        "old_audit_entries",
+        "audit_entries",
         sa.column("id", sa.Integer),
         sa.column("at", sa.DateTime(timezone=True)),
         *(sa.column(name) for name in ("owner", "key_id", "event")),
