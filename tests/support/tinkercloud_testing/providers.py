@@ -62,6 +62,9 @@ class OneHead:
     def placed_on(self, _endpoint: HeadEndpoint) -> frozenset[str] | None:
         return self.placed
 
+    def has_own_head(self, _placement: Placement) -> bool:
+        return False
+
     def runs(self) -> list[str]:
         return []
 

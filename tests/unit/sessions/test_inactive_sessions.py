@@ -30,7 +30,7 @@ from tinkercloud_protocol.heads.launch import (
 )
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_protocol.wire.errors import StateLost
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.catalogs import writing
 from tinkercloud_testing.engines import an_engine
@@ -304,3 +304,28 @@ async def test_a_running_server_drops_models_that_no_run_claims(
             while "a:train:0" in await server.shared_heads.models():  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
         assert set(await server.shared_heads.models()) == {"b:train:0"}
+
+
+async def test_runs_of_an_interrupted_client_are_not_ended_unsaved_while_their_head_is_silent(
+    world: World, tmp_path: Path
+) -> None:
+    await world.catalog.set_generation("a:train:0", "g1", after=None)
+    world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g1")
+
+    async with running_context(Settings(state_dir=tmp_path), world.provider) as server:
+        rows = await server.catalog.runs_of_session("a")
+        with pytest.raises(Unavailable, match="did not respond"):
+            await server.runs.save_interrupted(rows, now(), None)
+
+
+async def test_an_interrupted_client_ends_whose_run_has_no_step_or_no_room_for_a_checkpoint(
+    world: World, tmp_path: Path
+) -> None:
+    await world.catalog.set_generation("a:train:0", "g1", after=None)
+
+    async with running_context(Settings(state_dir=tmp_path), world.provider) as server:
+        rows = await server.catalog.runs_of_session("a")
+        await server.runs.save_interrupted(rows, now(), None)
+        assert await server.checkpoints.to_resume_from("a:train:0", 1) == []
+        world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g1")
+        await server.runs.save_interrupted(rows, now(), 0)

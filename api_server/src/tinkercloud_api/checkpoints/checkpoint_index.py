@@ -197,8 +197,14 @@ class Checkpoints:
         """
         await self.index.discover(run_id)
         kind, moment = CheckpointKind.TRAINING.checkpoint_type, datetime.now(UTC)
-        listed = [each for each in await self.of_run(run_id) if each.checkpoint_type == kind]
-        paths = {CheckpointPath.parse(each.tinker_path) for each in listed if each.damage is None}
+        listed = [
+            each
+            for each in await self.of_run(run_id)
+            if each.checkpoint_type == kind and each.damage is None
+        ]
+        # Oldest first: only so many manifests are read as will be shown.
+        newest = [each for each in listed if each.expires_at is None or each.expires_at > moment]
+        paths = {CheckpointPath.parse(each.tinker_path) for each in newest[-count:]}
         paths |= {path for path in await self.index.in_store(run_id) if path.is_autosave}
         found = []
         for path in paths:

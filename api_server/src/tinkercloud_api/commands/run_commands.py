@@ -54,7 +54,7 @@ training_client = tinker.TrainingClient(
 )
 training_client._request_id_counter = training_client._turn_counter = {counter}
 service_client.holder._sampling_client_counter = {sampler}
-# The model has taken {step} steps: continue with the data of step {following}."""
+# {taken}"""
 _RESTORING = """\
 import tinker
 
@@ -62,7 +62,7 @@ service_client = tinker.ServiceClient()
 training_client = service_client.create_training_client_from_state_with_optimizer(
     {path!r}
 ).result()
-# The model has taken {step} steps: continue with the data of step {following}."""
+# {taken}"""
 
 
 @app.command("list")
@@ -211,14 +211,14 @@ def attach_run(
     newest = found["checkpoints"][0]
     typer.echo(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
     step = newest["step"]
-    typer.echo(_RESTORING.format(path=newest["tinker_path"], step=step, following=step + 1))
+    typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step)))
 
 
 def _attached(run: str, api_key: str, base_url: str | None) -> str:
     """Return the lines that continue a run that lives, once other clients are shut out."""
     attached = request("POST", base_url, api_key, "attach_model", {"model_id": run})
     info = request("POST", base_url, api_key, "get_info", {"model_id": run})
-    following, step = attached["next_seq_id"], attached["step"]
+    following, step = attached["next_seq_id"], attached.get("step")
     # The SDK counts requests from 0 and sends the number plus one. Each sampler of unsaved weights
     # needs a number that no earlier client of the model has used.
     return _ATTACHING.format(
@@ -227,9 +227,16 @@ def _attached(run: str, api_key: str, base_url: str | None) -> str:
         info=json.dumps(info),
         counter=following - 1,
         sampler=_FIRST_SAMPLER + following,
-        step=step,
-        following=step + 1,
+        taken=_taken(step),
     )
+
+
+def _taken(step: int | None) -> str:
+    if step is None:
+        return (
+            "The session head is of an earlier version, which does not say how many steps it took."
+        )
+    return f"The model has taken {step} steps: continue with the data of step {step + 1}."
 
 
 def _details(run: str, api_key: str, base_url: str | None) -> dict[str, Any]:

@@ -11,6 +11,8 @@ HEAD_CALL_SECONDS = 30.0
 
 _REJECTIONS = {400: InvalidRequest, 410: StateLost, 503: Unavailable}
 """Errors of heads that have a message for the client."""
+_UNSUPPORTED = {404, 405}
+"""Responses of heads that have not the object, or, of earlier versions, not the route."""
 
 
 class HeadCalls:
@@ -72,13 +74,18 @@ class HeadCalls:
             ) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     self._provider.invalidate(endpoint)
+                if response.status in _UNSUPPORTED:
+                    raise Unavailable(
+                        "the session head does not have this: the run has moved, so that the"
+                        " request should be sent again, or its head is of an earlier version"
+                    )
                 rejection = _REJECTIONS.get(response.status)
                 if rejection is not None:
                     raise rejection(str((await response.json())["detail"]))
                 response.raise_for_status()
                 return await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
+            # The text of the error may contain the head's address.
             raise Unavailable(
-                f"the session head did not respond ({str(error) or type(error).__name__}); send"
-                " the request again"
+                f"the session head did not respond ({type(error).__name__}); send the request again"
             ) from None

@@ -43,18 +43,19 @@ class RunStates:
 
     async def of(self, rows: Sequence[TrainingRun]) -> list[Whereabouts]:
         """Return where the model of each run is."""
-        held = await self.shared_heads.models() if rows else {}
-        dedicated = frozenset(self.provider.runs())
+        exists = any(row.deleted_at is None for row in rows)
+        held = await self.shared_heads.models() if exists else {}
+        placed = frozenset(self.provider.runs()) if exists else frozenset()
         limit = asyncio.Semaphore(_CONCURRENT_READS)
 
         async def find(row: TrainingRun) -> Whereabouts:
             async with limit:
-                return await self._find(row, held.get(row.id), is_dedicated=row.id in dedicated)
+                return await self._find(row, held.get(row.id), is_placed=row.id in placed)
 
         return await asyncio.gather(*[find(row) for row in rows])
 
     async def _find(
-        self, row: TrainingRun, held: HeldModel | None, *, is_dedicated: bool
+        self, row: TrainingRun, held: HeldModel | None, *, is_placed: bool
     ) -> Whereabouts:
         if row.deleted_at is not None:
             return Whereabouts("ended")
@@ -71,14 +72,15 @@ class RunStates:
             await self.locator.known.run(row.id)
             waits = self.locator.run_pending(row.id)
             return Whereabouts("waiting", waits.reason, waits.queue_state, waits.reason)
-        if is_dedicated:
-            return Whereabouts("dedicated", self.provider.pending(placement_of(row)).reason)
+        placement = placement_of(row)
+        if self.provider.has_own_head(placement):
+            return Whereabouts("dedicated", self.provider.pending(placement).reason)
         try:
-            return await self._unheld(row, row.generation)
+            return await self._unheld(row, row.generation, is_placed=is_placed)
         except Unavailable as error:
             return Whereabouts("unknown", error.message)
 
-    async def _unheld(self, row: TrainingRun, generation: str) -> Whereabouts:
+    async def _unheld(self, row: TrainingRun, generation: str, *, is_placed: bool) -> Whereabouts:
         """Return where the model of a run is that no head has reported."""
         if any(generation == head.generation for head in self.provider.shared_heads()):
             return Whereabouts("live", "its session head is busy, and has not said how it is doing")
@@ -86,6 +88,9 @@ class RunStates:
         state = await self.checkpoints.suspended.find(row.id)
         if state is not None and state.continues_from(generation):
             return Whereabouts("suspended", step=state.step)
+        if is_placed:
+            # On a cluster of a pool, whose head another API server uses.
+            return Whereabouts("live", self.provider.pending(placement).reason)
         journals, unsaved = self.provider.journals(placement), self.provider.unsaved(placement)
         if (
             await asyncio.to_thread(has_journal, journals, row.id, generation)

@@ -70,12 +70,15 @@ class SharedHeads:
 
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that respond, by id."""
+        calls = [self._models_of(endpoint) for endpoint in self._provider.shared_heads()]
         held: dict[str, HeldModel] = {}
-        for endpoint in self._provider.shared_heads():
-            try:
-                held.update({model.model_id: model for model in await self._models_of(endpoint)})
-            except Unavailable as error:
-                log.warning("cannot list the models of a session head", error=error.message)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, Unavailable):
+                log.warning("cannot list the models of a session head", error=answer.message)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                held.update({model.model_id: model for model in answer})
         return held
 
     async def forget_results(self, which: ForgetResults, own: Sequence[HeadEndpoint]) -> int:

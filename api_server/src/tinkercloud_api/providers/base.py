@@ -165,8 +165,12 @@ class SessionProvider(Protocol):
         return None
 
     def runs(self) -> list[str]:
-        """Return the runs that have a head of their own."""
+        """Return the runs that have a place, on a head of their own or on a shared one."""
         return []
+
+    def has_own_head(self, placement: Placement) -> bool:
+        """Whether the head of a run serves no other run."""
+        return False
 
     def degraded(self) -> Mapping[str, str]:
         """Return runs that are less safe than `durability.level` promises, with the reasons.

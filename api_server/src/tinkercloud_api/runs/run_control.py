@@ -1,23 +1,30 @@
 """Shows, saves and stops runs on behalf of people who are not their client."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+import structlog
+
 from tinkercloud_api.catalog.schema.tables import TrainingRun
-from tinkercloud_api.heads.run_states import RunStates
+from tinkercloud_api.heads.run_states import RunStates, Whereabouts
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_protocol.heads.head_messages import ModelSaved, ModelSuspended, SaveModel
 from tinkercloud_protocol.heads.launch import ModelSpec, Saved
 from tinkercloud_protocol.wire import routes
-from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, StateLost, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
+
+log = structlog.get_logger(__name__)
 
 _SAVE_SECONDS = 600.0
 """A head responds only after it has written the whole model."""
 _UNNAMED = "unnamed"
 """Placeholder for the name that a head chooses."""
+_INTERRUPTED_SECONDS = 45.0
+"""How long an interrupted client, which wants to exit, waits for its runs to be saved."""
 _KEPT = timedelta(days=7)
 """How long the last checkpoint of an interrupted client is kept."""
 
@@ -68,32 +75,40 @@ class Runs:
                 " stop its client first, or end the run (suspend: false)"
             )
 
-    async def end(self, run_id: str, endpoint: HeadEndpoint | None) -> str | None:
+    async def end(
+        self, run_id: str, endpoint: HeadEndpoint | None, limit: int | None
+    ) -> str | None:
         """Save a run, then delete it. This is idempotent.
 
         Args:
             run_id: the run.
             endpoint: its head; None if no head has its model, nor can have it again.
+            limit: maximum bytes of all checkpoints of one owner; None means no limit.
 
         Returns:
             The path of its last checkpoint; None without a head.
 
         Raises:
+            InvalidRequest: the owner's storage is full; the run continues.
             Unavailable: it could not be saved, and continues.
         """
-        path = None if endpoint is None else await self._save_last(run_id, endpoint)
+        path = None if endpoint is None else await self._save_last(run_id, endpoint, limit)
         await self.training_runs.unload(run_id)
         return path
 
-    async def _save_last(self, run_id: str, endpoint: HeadEndpoint) -> str | None:
+    async def _save_last(self, run_id: str, endpoint: HeadEndpoint, limit: int | None) -> str:
+        path = CheckpointPath(run_id, CheckpointKind.TRAINING, _UNNAMED)
+        await self.states.checkpoints.check_quota(path, limit)
         target = f"{routes.HEAD_CHECKPOINT}/{run_id}"
         saved = Saved.model_validate_json(
             await self.states.locator.calls.post(endpoint, target, "", _SAVE_SECONDS)
         )
-        path = next(iter(saved.checkpoints), None)
-        if path is not None:
-            await self._index(path)
-        return path
+        for written in saved.checkpoints:
+            await self._index(written)
+            return written
+        raise Unavailable(
+            f"training run {run_id} was suspended or moved meanwhile; send the request again"
+        )
 
     async def _index(self, path: str) -> None:
         """List a checkpoint that a head has just written, perhaps in place of an earlier one."""
@@ -102,22 +117,55 @@ class Runs:
         if manifest is not None:
             await index.update(manifest)
 
-    async def save_interrupted(self, runs: Sequence[TrainingRun], moment: datetime) -> None:
+    async def save_interrupted(
+        self, runs: Sequence[TrainingRun], moment: datetime, limit: int | None
+    ) -> None:
         """Save the runs of a client that was interrupted, for a week, before they are deleted.
 
-        Left out are whole models, whose checkpoints are large, and runs without a step. The heads
-        of other runs save them by themselves (`SessionProvider.shared_heads`).
+        Left out are whole models, whose checkpoints are large, runs without a step, and runs whose
+        owner's storage is full. A head that serves a single run saves it by itself.
+
+        Args:
+            runs: all runs of its session.
+            moment: the time.
+            limit: maximum bytes of all checkpoints of one owner; None means no limit.
 
         Raises:
-            Unavailable: one could not be saved; nothing is deleted then, and the client repeats.
+            Unavailable: one could not be saved now. Nothing may be deleted then; the call can be
+                repeated.
         """
-        left = [run for run in runs if run.deleted_at is None]
-        held = await self.states.shared_heads.models() if left else {}
-        for run in left:
-            model = held.get(run.id)
-            is_whole = ModelSpec.model_validate(run.spec).lora is None
-            if model is None or not model.step or is_whole:
-                continue
-            path = await self._save_last(run.id, await self.states.locator.head_of_run(run.id))
-            if path is not None:
-                await self.states.checkpoints.expire_at(CheckpointPath.parse(path), moment + _KEPT)
+        loras = [run for run in runs if ModelSpec.model_validate(run.spec).lora is not None]
+        places = zip(loras, await self.states.of(loras), strict=True)
+        left = [run for run, place in places if _is_worth_saving(place)]
+        saves = [self._save_for_a_week(run.id, moment, limit) for run in left]
+        try:
+            async with asyncio.timeout(_INTERRUPTED_SECONDS):
+                done = await asyncio.gather(*saves, return_exceptions=True)
+        except TimeoutError:
+            raise Unavailable(
+                f"the runs could not be saved within {_INTERRUPTED_SECONDS:.0f} s, and still exist;"
+                " send the request again"
+            ) from None
+        for failure in done:
+            if failure is not None:
+                raise failure
+
+    async def _save_for_a_week(self, run_id: str, moment: datetime, limit: int | None) -> None:
+        try:
+            path = await self._save_last(
+                run_id, await self.states.locator.head_of_run(run_id), limit
+            )
+            await self.states.checkpoints.expire_at(CheckpointPath.parse(path), moment + _KEPT)
+        except (InvalidRequest, NotFound, StateLost) as error:
+            log.warning("no last checkpoint of a run", run_id=run_id, reason=error.message)
+
+
+def _is_worth_saving(place: Whereabouts) -> bool:
+    """Whether a run has steps that only its head or its suspended state has.
+
+    Raises:
+        Unavailable: this cannot be determined now.
+    """
+    if place.state == "unknown":
+        raise Unavailable(place.reason or "the state of a run cannot be read; send it again")
+    return place.state in {"live", "suspended", "on disk"} and place.step != 0

@@ -323,6 +323,11 @@ class KubernetesProvider(SessionProvider):
         sessions = self._sessions.objects()
         return [s.spec.model_id for s in sessions if s.spec.model_id and not s.is_deleted]
 
+    def has_own_head(self, placement: Placement) -> bool:
+        """See `SessionProvider.has_own_head`."""
+        session = self._placed.find(placement)
+        return session is not None and session.spec.sharing == "Dedicated"
+
     def degraded(self) -> Mapping[str, str]:
         """See `SessionProvider.degraded`."""
         found = {s.spec.model_id: s.degraded for s in self._sessions.objects()}

@@ -105,7 +105,8 @@ async def stop_run(
     if request.suspend:
         await server.runs.suspend(run_id, await _head_of(run_id, server))
         return RunStopped(state="suspended")
-    path = await server.runs.end(run_id, await _last_head_of(run_id, server))
+    limit = server.settings.max_checkpoint_bytes_per_owner
+    path = await server.runs.end(run_id, await _last_head_of(run_id, server), limit)
     return RunStopped(state="ended", tinker_path=path)
 
 

@@ -144,7 +144,8 @@ async def finish(
     session = await _session_to_change(session_id, server, caller)
     if request.reason.type != "success" and session.finished_at is None:
         runs = await server.catalog.runs_of_session(session_id)
-        await server.runs.save_interrupted(runs, now())
+        limit = server.settings.max_checkpoint_bytes_per_owner
+        await server.runs.save_interrupted(runs, now(), limit)
     await server.training_runs.finish_session(session_id, request.reason.type, request.detail)
     await server.custom_losses.delete(session_id)
     return {}
