@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo routes test-tools test test-fast test-kills test-cluster-kills test-outages test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo routes test-tools test test-fast test-kills test-cluster-kills test-outages test-long test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -98,6 +98,10 @@ test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, a
 test-outages: test-tools ## fail disks for a minute and the checkpoint store for ten during training (by hand; 15 minutes; needs Linux and root)
 	@TINKERCLOUD_TEST_DISK_SECONDS=60 TINKERCLOUD_TEST_STORE_SECONDS=600 $(BIN)/pytest -rP --show-capture=stdout \
 	  tests/chaos/test_outages.py
+
+test-long: export TINKERCLOUD_TEST_LONG = 1
+test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; half an hour; needs Linux and root)
+	@$(PYTEST) -m long tests/chaos tests/conformance tests/engines tests/cluster
 
 test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)
 	@TINKERCLOUD_TEST_KILLS=30 $(BIN)/pytest -rP $(KILL_TESTS:%=tests/cluster/%)

@@ -1,6 +1,7 @@
 """Settings for all tests."""
 
 import gc
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,9 +21,14 @@ UNIT_TEST_SECONDS = 30
 """The timeout of a unit test, including its fixtures; `pytest.mark.timeout` sets a longer one."""
 
 
+LONG = "TINKERCLOUD_TEST_LONG"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give unit tests a shorter timeout than other tests."""
+    """Give unit tests a shorter timeout than other tests, and leave out long ones."""
     for item in items:
+        if LONG not in os.environ and item.get_closest_marker("long") is not None:
+            item.add_marker(pytest.mark.skip("takes long: make test-long"))
         if UNIT_TESTS in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(UNIT_TEST_SECONDS))
 

@@ -97,6 +97,23 @@ async def test_an_automatically_saved_state_is_freed_once_encoded(
     assert path.endswith(f"{MODEL}/weights/last-step-000000")
 
 
+async def test_a_state_that_somebody_else_saves_is_freed_once_encoded(
+    head: Head,
+    exported: list[ReferenceType[Tensor]],
+    slow_store: tuple[asyncio.Event, asyncio.Event],
+) -> None:
+    arrived, proceed = slow_store
+    await head.begin()
+    head.add(1)
+    await head.answer(1)
+    saved = asyncio.create_task(head.service.save_model(str(MODEL), None))
+    await arrived.wait()
+
+    assert_freed(exported)
+    proceed.set()
+    assert (await saved).tinker_path.endswith("saved-step-000000")
+
+
 async def test_suspending_frees_the_state_before_exporting_the_gradient(
     head: Head, exported: list[ReferenceType[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,10 +155,16 @@ class ModelCheckpoints:
         await asyncio.gather(*self._uploads.values(), return_exceptions=True)
 
     def write_state(
-        self, state: TrainingState, name: str, *, overwrite: bool
+        self, state: TrainingState, name_of: Callable[[int], str], *, overwrite: bool
     ) -> "asyncio.Task[CheckpointManifest]":
-        """Start writing a state without a gradient under a name; see `upload`."""
-        path = CheckpointPath(self._name, CheckpointKind.TRAINING, name)
+        """Start writing a state without a gradient; see `upload`.
+
+        Args:
+            state: the state, which the caller should not keep: it is freed once it is encoded.
+            name_of: returns the name of its checkpoint from the number of its step.
+            overwrite: whether to replace a checkpoint of this name.
+        """
+        path = CheckpointPath(self._name, CheckpointKind.TRAINING, name_of(state.step))
         manifest = self.manifest(path, state.step)
         encode = partial(formats.encode_state, state, manifest.base_model)
         return self.upload(manifest, encode, overwrite=overwrite)

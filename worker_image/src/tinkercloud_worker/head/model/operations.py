@@ -289,9 +289,8 @@ class Operations:
         the next step again. The call is idempotent.
         """
         point = self.schedule.begin(time.monotonic())
-        state = await self.export_state()
         written = await self.checkpoints.write_state(
-            state, f"last-step-{state.step:06d}", overwrite=True
+            await self.export_state(), lambda step: f"last-step-{step:06d}", overwrite=True
         )
         self.schedule.saved(point)
         await self.checkpoints.remove_autosaves()
@@ -311,9 +310,10 @@ class Operations:
             path = CheckpointPath(self._name, CheckpointKind.TRAINING, name)
             await self.checkpoints.begin(path, None)
         point = self.schedule.begin(time.monotonic())
-        state = await self.export_state()
         written = await self.checkpoints.write_state(
-            state, name or f"saved-step-{state.step:06d}", overwrite=name is None
+            await self.export_state(),
+            lambda step: name or f"saved-step-{step:06d}",
+            overwrite=name is None,
         )
         self.schedule.saved(point)
         return written
