@@ -110,7 +110,7 @@ test-faults: cluster-programs ## by hand, before a change of the operator: fail 
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
 e2e: cluster-images $(MODEL_FOLDER) $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,sbom) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
-	@$(BIN)/pytest $(E2E_TESTS:%=tests/cluster/%)
+	@$(PYTEST) $(E2E_TESTS:%=tests/cluster/%)
 
 release-check: export TINKERCLOUD_TEST_RELEASE = 1
 release-check: export TINKERCLOUD_TEST_ASSEMBLED_IMAGES =

@@ -32,6 +32,7 @@ def has_jumped(server: Server, hours: int) -> bool:
     return all(abs(each - expected) < tolerance for each in heartbeats(server))
 
 
+@pytest.mark.long
 def test_training_continues_while_the_clock_jumps_and_after_a_kill_then(
     model_folder: Path, tmp_path: Path
 ) -> None:

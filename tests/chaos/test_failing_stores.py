@@ -68,6 +68,7 @@ def test_a_stopping_head_retries_until_the_store_accepts_its_runs(
         assert [step(training), step(training)] == expected[2:]
 
 
+@pytest.mark.long
 def test_runs_that_the_store_rejects_are_kept_on_disk_by_the_stopping_server(
     tmp_path: Path, model_folder: Path
 ) -> None:

@@ -343,6 +343,7 @@ def test_the_runs_of_a_deleted_head_pod_resume_in_the_next_one(
         assert second.train_a_step(3) < loss
 
 
+@pytest.mark.long
 def test_a_killed_container_a_deleted_pod_and_a_lost_node_lose_nothing_with_remote_durability(
     cluster: Cluster,
     kuberay: KubeRay,

@@ -36,6 +36,7 @@ def limits_of(server: Server, key: str) -> dict[str, int]:
     return {each["name"]: each["limit"] for each in quota["limits"]}
 
 
+@pytest.mark.long
 def test_over_the_tokens_of_a_minute_requests_wait_until_the_tenant_may_use_more(
     world: World, server: Server
 ) -> None:

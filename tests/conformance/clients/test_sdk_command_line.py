@@ -150,6 +150,7 @@ def test_a_person_logs_in_looks_around_and_logs_out(person: Person, run_id: str)
     assert person.finished("auth", "status").returncode == 1
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_published_given_a_lifetime_downloaded_and_deleted(
     known: Person, run_id: str
 ) -> None:

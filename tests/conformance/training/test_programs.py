@@ -120,6 +120,7 @@ def test_rlve_trains_a_model_that_its_client_samples_meanwhile(own_server: Serve
     assert [each.tinker_path for each in training] == [progress["checkpoint"]]
 
 
+@pytest.mark.long
 def test_rlve_continues_after_its_own_death_and_after_that_of_the_head(
     own_server: Server,
 ) -> None:

@@ -68,6 +68,7 @@ def results(out: Path, program: str, *arguments: str) -> dict[str, Any]:
     return written
 
 
+@pytest.mark.long
 def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingface(
     tmp_path: Path,
 ) -> None:
@@ -87,6 +88,7 @@ def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingf
     assert written["skipped"].keys() == ABSENT | MEMORY | MEGATRON | IMAGES | SERVED
 
 
+@pytest.mark.long
 def test_the_megatron_trainer_agrees_with_huggingface_and_the_torch_trainer(
     tmp_path: Path,
 ) -> None:
