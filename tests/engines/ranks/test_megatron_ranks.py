@@ -24,7 +24,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
 )
 from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, weights_at_ranks
+from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, often, weights_at_ranks
 from tinkercloud_testing.trainers import (
     assert_close,
     gradient_of,
@@ -69,6 +69,8 @@ SHAPES: dict[str, Shape] = {
     "tp2 cp2 qwen3": ("qwen3", 2, 1, 2, 4),
     "cp2 dp2 mistral": ("mistral", 1, 1, 2, 4),
 }
+OFTEN = ("tp2", "pp2 qwen3", "tp2 pp2 qwen2", "cp2 dp2 mistral")
+"""The shapes that CI tries; `make test-long` tries the others."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
@@ -111,7 +113,7 @@ def test_a_full_model_over_a_base_in_bfloat16_is_published_in_it(
         assert torch.equal(published.tensors[name], tensor.to(torch.bfloat16)), name
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=often(SHAPES, OFTEN))
 def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]
 

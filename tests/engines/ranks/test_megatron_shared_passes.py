@@ -21,7 +21,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.ranks import TrainerOf
+from tinkercloud_testing.ranks import TrainerOf, often
 from tinkercloud_testing.trainers import assert_close, gradient_of
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -64,6 +64,8 @@ SHAPES: dict[str, Shape] = {
     "mixture pp2 ep2": ("mixture", 1, 2, 1, 2, 4),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
+OFTEN = ("pp2", "tp2 cp2", "mixture ep2 dp4", "deepseek tp2 ep2")
+"""The shapes that CI tries; `make test-long` tries the others."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
@@ -87,7 +89,7 @@ def test_a_rank_that_rejects_a_shared_pass_loses_the_group_and_each_runs_alone(
     ranked.close()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=often(SHAPES, OFTEN))
 def started(
     request: pytest.FixtureRequest, trainer_of: TrainerOf, tmp_path_factory: pytest.TempPathFactory
 ) -> RankedTrainer:

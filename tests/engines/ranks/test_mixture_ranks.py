@@ -18,7 +18,7 @@ from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_testing.data import random_data
 from tinkercloud_testing.megatron import megatron_factory
 from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe
-from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers
+from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, often
 from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
@@ -52,6 +52,8 @@ SHAPES: dict[str, Shape] = {
     "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
+OFTEN = ("cp2 ep2", "tp2 ep2", "pp2 ep2", "deepseek cp2 ep2")
+"""The shapes that CI tries; `make test-long` tries the others."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
 
@@ -79,7 +81,7 @@ def test_a_killed_rank_loses_only_the_models_with_experts_on_it(
     ranked.close()
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=often(SHAPES, OFTEN))
 def shape(request: pytest.FixtureRequest) -> Shape:
     return SHAPES[request.param]
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from unittest.mock import patch
 from zlib import crc32
 
+import pytest
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,6 +45,11 @@ TrainerOf = Callable[[int, Callable[[], AdamTrainer]], RankedTrainer]
 
 Trainers = tuple[RankedTrainer, TorchTrainer]
 """A trainer with several ranks, and the reference on one."""
+
+
+def often(names: Iterable[str], usual: Sequence[str]) -> list[Any]:
+    """Return parameters of a test, of which all but the usual ones are long."""
+    return [name if name in usual else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 class Successive:
