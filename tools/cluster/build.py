@@ -267,7 +267,8 @@ class Builder:
         ).stdout
 
     def _environment(self) -> dict[str, str]:
-        return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
+        # The compiler spends a fifth of its time on garbage of processes that soon end.
+        return {"GOGC": "400", **os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
 
 
 class Progress:
