@@ -18,8 +18,7 @@ KILL_TESTS := test_durable_sessions.py
 FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,training/test_training_with_the_sdk.py checkpoints/test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input sampling/test_sampling_with_the_sdk.py \
-  training/test_custom_losses.py checkpoints/test_external_weights.py training/test_cookbook.py \
-  training/test_suspension.py::test_a_pending_gradient_survives_a_restart)
+  training/test_custom_losses.py checkpoints/test_external_weights.py training/test_cookbook.py)
 # SDK versions that tests exercise; `make compatibility` exercises more.
 TESTED_SDKS := 0.16.1 0.24.1 0.38.0
 PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
@@ -71,9 +70,9 @@ test-fast: .venv/.installed ## run the house rules and the unit tests of what ha
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
-	@$(BIN)/pytest $(TRAINER_TESTS) --trainer torch-2 --trainer megatron-tp2
-	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
-	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2 --trainer torch-sharded
+	@$(BIN)/pytest $(TRAINER_TESTS) -k "not large_response" --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer torch-sharded
+	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-sharded
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search
@@ -101,7 +100,10 @@ test-outages: test-tools ## fail disks for a minute and the checkpoint store for
 
 test-long: export TINKERCLOUD_TEST_LONG = 1
 test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; half an hour; needs Linux and root)
-	@$(PYTEST) -m long tests/chaos tests/conformance tests/engines tests/cluster
+	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
+	@$(BIN)/pytest -m long tests/engines
+	@$(BIN)/pytest tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2
 
 test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)
 	@TINKERCLOUD_TEST_KILLS=30 $(BIN)/pytest -rP $(KILL_TESTS:%=tests/cluster/%)
