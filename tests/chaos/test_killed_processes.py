@@ -113,6 +113,7 @@ def test_a_restarted_server_finds_its_runs_and_training_continues(server: Server
     assert training.save_state("after").result().path
 
 
+@pytest.mark.long
 def test_a_head_killed_while_suspending_idle_models_leaves_each_intact_or_lost(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -403,6 +403,7 @@ def test_a_suspended_session_keeps_its_secret_and_resumes(sessions: Sessions) ->
     assert kinds[0] == kinds[1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(existing_cluster() is not None, reason="an existing cluster may have KubeRay")
 def test_sessions_progress_once_kuberay_is_installed(cluster_folder: Path) -> None:
     folder = cluster_folder / "without-kuberay"

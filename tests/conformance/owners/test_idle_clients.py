@@ -129,6 +129,7 @@ def test_a_client_waiting_for_a_slow_request_is_not_idle(own_server: Server) -> 
     assert [len(each.result().sequences) for each in sampled] == [8] * 4
 
 
+@pytest.mark.long
 def test_an_idle_model_survives_a_restart_a_killed_server_and_a_killed_head(
     own_server: Server,
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_nan_gradient_fails_the_command(tmp_path: Path) -> None:
     assert (measured["M4"]["value"], measured["M4"]["verdict"]) == (math.inf, "below")
 
 
+@pytest.mark.long
 def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_measured(
     tmp_path: Path,
 ) -> None:
