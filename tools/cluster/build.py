@@ -42,8 +42,8 @@ _KEPT_SECONDS = 30 * 24 * 3600
 class Program:
     """A program, and the files of its module that are used with it."""
 
-    pins: str
-    """The folder of the go.mod that pins its version. Programs of one share what is compiled."""
+    family: str
+    """The folder of the go.mod that pins its version."""
     package: str
     module: str = ""
     """The module that provides the version and the files; empty for our own programs."""
@@ -52,8 +52,6 @@ class Program:
     version."""
     files: tuple[str, ...] = ()
     """Globs of files and folders of the module; they are copied to `share/<family>/`."""
-    family: str = ""
-    """The folder of its files."""
 
 
 _KUBERNETES_VERSION = tuple(
@@ -79,22 +77,19 @@ PROGRAMS = {
         "github.com/ray-project/kuberay/ray-operator",
         "github.com/ray-project/kuberay/ray-operator",
         files=("config/crd/bases/*.yaml", "config/rbac/role.yaml"),
-        family="kuberay",
     ),
     "kwok": Program(
-        "kube",
+        "kwok",
         "sigs.k8s.io/kwok/cmd/kwok",
         "sigs.k8s.io/kwok",
         files=("kustomize/stage/node/fast/node-*.yaml", "kustomize/stage/pod/fast/pod-*.yaml"),
-        family="kwok",
     ),
     "kueue": Program(
-        "kube",
+        "kueue",
         "sigs.k8s.io/kueue/cmd/kueue",
         "sigs.k8s.io/kueue",
         ("sigs.k8s.io/kueue/pkg/version.GitVersion={version}",),
         files=("charts/kueue",),
-        family="kueue",
     ),
     "helm": Program(
         "helm",
@@ -242,7 +237,7 @@ class Builder:
         """Run `go build`, count the packages that it compiles, and pass its errors on."""
         with subprocess.Popen(  # noqa: S603 - every argument is written in this module
             [self.go, "build", "-v", *arguments],
-            cwd=HERE / program.pins,
+            cwd=HERE / program.family,
             env=self._environment(),
             text=True,
             stderr=subprocess.PIPE,
@@ -259,7 +254,7 @@ class Builder:
     def _run(self, program: Program, *arguments: str) -> str:
         return subprocess.run(  # noqa: S603 - every argument is written in this module
             [self.go, *arguments],
-            cwd=HERE / program.pins,
+            cwd=HERE / program.family,
             env=self._environment(),
             check=True,
             text=True,
