@@ -70,8 +70,8 @@ test-fast: .venv/.installed ## run the house rules and the unit tests of what ha
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
-	@$(BIN)/pytest $(TRAINER_TESTS) -k "not large_response" --trainer torch-2 --trainer megatron-tp2
-	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer torch-sharded
+	@$(BIN)/pytest $(TRAINER_TESTS) -k "not large_response" --trainer megatron-tp2
+	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer torch-2 --trainer torch-sharded
 	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-sharded
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
@@ -102,7 +102,7 @@ test-long: export TINKERCLOUD_TEST_LONG = 1
 test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; half an hour; needs Linux and root)
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
-	@$(BIN)/pytest tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2
 	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2
 
 test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)

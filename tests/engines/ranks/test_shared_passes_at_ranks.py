@@ -22,6 +22,7 @@ from tinkercloud_testing.ranks import (
     MortalTrainer,
     TrainerOf,
     actors_of,
+    often,
 )
 from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
 from tinkercloud_testing.uploaded_losses import processes, uploaded
@@ -55,7 +56,7 @@ again in the backward pass."""
 SHARDED = [kind for kind in KINDS if kind != "replicas"]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=often(KINDS, ("replicas", "sharded")))
 def kind(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen
