@@ -262,8 +262,7 @@ class Builder:
         ).stdout
 
     def _environment(self) -> dict[str, str]:
-        # The compiler spends a fifth of its time on garbage of processes that soon end.
-        return {"GOGC": "400", **os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
+        return {**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"}
 
 
 class Progress:
