@@ -129,7 +129,7 @@ def rule_of(
 
 
 def _as_called(function: Function) -> Function:
-    """Return a function with the schema that its calls must have beside free text."""
+    """Return a function with the schema that its calls must have alongside free text."""
     return function if function.is_strict else replace(function, schema=ANY_OBJECT)
 
 
