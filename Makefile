@@ -9,6 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 # Go's compiler and the Kubernetes of the tests would spend a fifth of their time on garbage collection.
 export GOGC ?= 400
+export GOMEMLIMIT ?= 2GiB
 export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
 BIN := .venv/bin
