@@ -105,6 +105,7 @@ def _server(key: str, port: int, adapters_folder: str, refuses: Sequence[str]) -
         "--context-length": 512,
         "--max-lora-rank": 4,
         "--lora-target-modules": "all",
+        "--grammar-backend": "llguidance",
     }
     words = [str(word) for option in options.items() for word in option]
     return {
