@@ -106,6 +106,7 @@ test-long: test-tools cluster-images ## run the long tests that the others leave
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2
+	@$(BIN)/pytest $(SHARDED_TESTS) -k large_response --trainer torch-sharded
 	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2
 
 test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)

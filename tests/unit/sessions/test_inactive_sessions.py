@@ -115,7 +115,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     await catalog.close()
 
 
-async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
+async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str, spec: ModelSpec = SPEC) -> None:
     """Create a session with one model."""
     await catalog.add_session(
         Session(id=name, owner="me", sdk_version="1", tags=[], user_metadata={})
@@ -125,10 +125,10 @@ async def begin(catalog: Catalog, lifecycle: Lifecycle, name: str) -> None:
         session_id=name,
         owner="me",
         base_model="tiny",
-        spec=SPEC.model_dump(mode="json"),
+        spec=spec.model_dump(mode="json"),
     )
     await catalog.add_run(run)
-    await lifecycle.service.create_model(ModelId(name, 0), SPEC)
+    await lifecycle.service.create_model(ModelId(name, 0), spec)
     await lifecycle.service.retrieve(f"{name}:train:0:0")
 
 
@@ -329,3 +329,19 @@ async def test_an_interrupted_client_ends_whose_run_has_no_step_or_no_room_for_a
         assert await server.checkpoints.to_resume_from("a:train:0", 1) == []
         world.provider.endpoint = HeadEndpoint("http://127.0.0.1:9", TOKEN, "g1")
         await server.runs.save_interrupted(rows, now(), 0)
+
+
+async def test_a_run_whose_model_could_not_be_created_can_be_stopped(
+    world: World, tmp_path: Path
+) -> None:
+    missing = SPEC.model_copy(update={"restore_from": "tinker://a:train:0/weights/missing"})
+    await begin(world.catalog, world.lifecycle, "c", missing)
+    await world.catalog.set_generation("c:train:0", "g1", after=None)
+    assert world.provider.endpoint is not None
+
+    async with running_context(Settings(state_dir=tmp_path), world.provider) as server:
+        assert await server.runs.end("c:train:0", world.provider.endpoint, None) is None
+        row = await server.catalog.run("c:train:0")
+
+    assert row is not None
+    assert row.deleted_at is not None

@@ -100,7 +100,7 @@ class Gpus:
 
 async def device(settings: Settings) -> list[CheckResult]:
     """Report whether torch finds the GPUs that heads use, and whether the models fit."""
-    if settings.trainer.ranks or settings.trainer.backend == "none":
+    if not preflight.loads_weights(settings):
         detail = "heads compute elsewhere (trainer.ranks, or trainer.backend none)"
         return [CheckResult("device", is_good=True, detail=detail)]
     try:

@@ -60,8 +60,14 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
                 check_weights(name, Path(folder))
             if is_needed:
                 check_family(name, Path(folder))
-        if is_needed:
+        if loads_weights(settings):
             check_memory(settings, sum(weight_bytes(Path(folder)) for folder in folders.values()))
+
+
+def loads_weights(settings: Settings) -> bool:
+    """Whether heads themselves load the weights of their models, into memory or onto a GPU."""
+    trains = settings.trainer.backend != "none" and not settings.trainer.ranks
+    return trains or settings.sampler.backend == "torch"
 
 
 def check_installed(settings: Settings) -> None:
@@ -217,7 +223,8 @@ def available_bytes() -> int:
         free = (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"]) << 10
     with contextlib.suppress(OSError, KeyError, ValueError):
         # File caches are counted as used, but are dropped when programs need memory.
-        cached = _numbers(_CGROUP / "memory.stat")["inactive_file"]
+        stat = _numbers(_CGROUP / "memory.stat")
+        cached = stat["active_file"] + stat["inactive_file"]
         used = int((_CGROUP / "memory.current").read_text()) - cached
         free = min(free, int((_CGROUP / "memory.max").read_text()) - used)
     return free

@@ -202,7 +202,8 @@ class Checkpoints:
             for each in await self.of_run(run_id)
             if each.checkpoint_type == kind and each.damage is None
         ]
-        # Oldest first: only so many manifests are read as will be shown.
+        # Oldest first: only so many manifests are read as will be shown. Lifetimes are those of the
+        # catalog, since they may have been changed; automatic checkpoints have none.
         newest = [each for each in listed if each.expires_at is None or each.expires_at > moment]
         paths = {CheckpointPath.parse(each.tinker_path) for each in newest[-count:]}
         paths |= {path for path in await self.index.in_store(run_id) if path.is_autosave}
@@ -210,7 +211,7 @@ class Checkpoints:
         for path in paths:
             with suppress(InvalidRequest):
                 manifest = await self.index.read(path)
-                if manifest is not None and not manifest.is_expired(moment):
+                if manifest is not None:
                     found.append(manifest)
         return sorted(found, key=lambda manifest: manifest.created_at, reverse=True)[:count]
 

@@ -84,6 +84,10 @@ class HeadCalls:
                     raise rejection(str((await response.json())["detail"]))
                 response.raise_for_status()
                 return await response.read()
+        except aiohttp.ClientResponseError as error:
+            raise Unavailable(
+                f"the session head answered with status {error.status}; send the request again"
+            ) from None
         except (aiohttp.ClientError, TimeoutError) as error:
             # The text of the error may contain the head's address.
             raise Unavailable(

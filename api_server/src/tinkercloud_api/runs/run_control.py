@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 import structlog
@@ -25,6 +26,8 @@ _UNNAMED = "unnamed"
 """Placeholder for the name that a head chooses."""
 _INTERRUPTED_SECONDS = 45.0
 """How long an interrupted client, which wants to exit, waits for its runs to be saved."""
+_LAST = "/last-step-"
+"""Part of the paths of checkpoints that heads write instead of automatic ones."""
 _KEPT = timedelta(days=7)
 """How long the last checkpoint of an interrupted client is kept."""
 
@@ -35,6 +38,8 @@ class Runs:
 
     states: RunStates
     training_runs: TrainingRuns
+    _saves: "dict[str, tuple[int | None, asyncio.Task[None]]]" = field(default_factory=dict)
+    """Saves of runs whose clients were interrupted, with the step, until their session ends."""
 
     async def save(
         self, run_id: str, endpoint: HeadEndpoint, name: str | None, limit: int | None
@@ -86,19 +91,36 @@ class Runs:
             limit: maximum bytes of all checkpoints of one owner; None means no limit.
 
         Returns:
-            The path of its last checkpoint; None without a head.
+            The path of its last checkpoint; None if there was nothing to save.
 
         Raises:
             InvalidRequest: the owner's storage is full; the run continues.
             Unavailable: it could not be saved, and continues.
         """
-        path = None if endpoint is None else await self._save_last(run_id, endpoint, limit)
+        path = None
+        if endpoint is not None:
+            # Of a run whose state is lost, its checkpoints are left.
+            with suppress(StateLost):
+                path = await self._save_last(run_id, endpoint, limit)
         await self.training_runs.unload(run_id)
         return path
 
-    async def _save_last(self, run_id: str, endpoint: HeadEndpoint, limit: int | None) -> str:
-        path = CheckpointPath(run_id, CheckpointKind.TRAINING, _UNNAMED)
-        await self.states.checkpoints.check_quota(path, limit)
+    async def _save_last(
+        self, run_id: str, endpoint: HeadEndpoint, limit: int | None
+    ) -> str | None:
+        """Write the last checkpoint of a run; return its path, None if it never took a step.
+
+        Raises:
+            InvalidRequest: the owner's storage is full, and the run has no last checkpoint yet.
+            StateLost: the head has lost its state.
+            Unavailable: it could not be saved now.
+        """
+        checkpoints = self.states.checkpoints
+        row = await self.training_runs.catalog.run(run_id)
+        if row is None:
+            return None
+        if not any(_LAST in each.tinker_path for each in await checkpoints.of_run(run_id)):
+            await checkpoints.check_room(row.owner, 1, limit)
         target = f"{routes.HEAD_CHECKPOINT}/{run_id}"
         saved = Saved.model_validate_json(
             await self.states.locator.calls.post(endpoint, target, "", _SAVE_SECONDS)
@@ -106,9 +128,13 @@ class Runs:
         for written in saved.checkpoints:
             await self._index(written)
             return written
-        raise Unavailable(
-            f"training run {run_id} was suspended or moved meanwhile; send the request again"
-        )
+        # A head also leaves out models that could not be created.
+        (place,) = await self.states.of([row])
+        if _is_worth_saving(place):
+            raise Unavailable(
+                f"training run {run_id} was suspended or moved meanwhile; send the request again"
+            )
+        return None
 
     async def _index(self, path: str) -> None:
         """List a checkpoint that a head has just written, perhaps in place of an earlier one."""
@@ -136,26 +162,46 @@ class Runs:
         """
         loras = [run for run in runs if ModelSpec.model_validate(run.spec).lora is not None]
         places = zip(loras, await self.states.of(loras), strict=True)
-        left = [run for run, place in places if _is_worth_saving(place)]
-        saves = [self._save_for_a_week(run.id, moment, limit) for run in left]
-        try:
-            async with asyncio.timeout(_INTERRUPTED_SECONDS):
-                done = await asyncio.gather(*saves, return_exceptions=True)
-        except TimeoutError:
+        saves = [
+            self._saving_task(run.id, place.step, moment, limit)
+            for run, place in places
+            if _is_worth_saving(place)
+        ]
+        if not saves:
+            return
+        done, pending = await asyncio.wait(saves, timeout=_INTERRUPTED_SECONDS)
+        if pending:
             raise Unavailable(
-                f"the runs could not be saved within {_INTERRUPTED_SECONDS:.0f} s, and still exist;"
+                f"{len(pending)} runs are still being saved, after {_INTERRUPTED_SECONDS:.0f} s;"
                 " send the request again"
-            ) from None
-        for failure in done:
-            if failure is not None:
-                raise failure
+            )
+        for task in done:
+            task.result()
+        for run in loras:
+            self._saves.pop(run.id, None)
+
+    def _saving_task(
+        self, run_id: str, step: int | None, moment: datetime, limit: int | None
+    ) -> "asyncio.Task[None]":
+        """Return the task that saves a run at a step, also for a request that is repeated."""
+        known = self._saves.get(run_id)
+        if known is not None and (not known[1].done() or (step is not None and known[0] == step)):
+            return known[1]
+        task = asyncio.create_task(self._save_for_a_week(run_id, moment, limit))
+        self._saves[run_id] = step, task
+        task.add_done_callback(lambda _: self._forget_failed(run_id, task))
+        return task
+
+    def _forget_failed(self, run_id: str, task: "asyncio.Task[None]") -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._saves.pop(run_id, None)
 
     async def _save_for_a_week(self, run_id: str, moment: datetime, limit: int | None) -> None:
         try:
-            path = await self._save_last(
-                run_id, await self.states.locator.head_of_run(run_id), limit
-            )
-            await self.states.checkpoints.expire_at(CheckpointPath.parse(path), moment + _KEPT)
+            endpoint = await self.states.locator.head_of_run(run_id)
+            path = await self._save_last(run_id, endpoint, limit)
+            if path is not None:
+                await self.states.checkpoints.expire_at(CheckpointPath.parse(path), moment + _KEPT)
         except (InvalidRequest, NotFound, StateLost) as error:
             log.warning("no last checkpoint of a run", run_id=run_id, reason=error.message)
 

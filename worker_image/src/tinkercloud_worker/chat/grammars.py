@@ -128,7 +128,8 @@ class Grammars:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, Grammar] = OrderedDict()
+        self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
+        """Compiled grammars, or why they can't be compiled, by their source."""
 
     def compile(
         self, rule: AnswerRule, text: ChatText, ends: Collection[int], prompt: Sequence[int]
@@ -149,19 +150,28 @@ class Grammars:
         field = schemas[0][0]
         source = source_of(rule, text.reasoning_after(prompt))
         with self._lock:
-            if source in self._kept:
+            if (known := self._kept.get(source)) is not None:
                 self._kept.move_to_end(source)
-                return self._kept[source]
+                if isinstance(known, str):
+                    raise InvalidRequest(known)
+                return known
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(text, ends, field)
             tokenizer = self._tokenizer
-        template = _template(tokenizer, source, schemas)
+        try:
+            template = _template(tokenizer, source, schemas)
+        except InvalidRequest as error:
+            self._keep(source, error.message)
+            raise
         grammar = Grammar(source, rule.is_needed, field, template, text.num_tokens)
+        self._keep(source, grammar)
+        return grammar
+
+    def _keep(self, source: str, compiled: Grammar | str) -> None:
         with self._lock:
-            self._kept[source] = grammar
+            self._kept[source] = compiled
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
-            return grammar
 
 
 def _tokenizer_of(text: ChatText, ends: Collection[int], field: str) -> LLTokenizer:

@@ -327,7 +327,7 @@ class HeadChat:
         if asked.rule is not None:
             try:
                 grammar = self._grammars.compile(asked.rule, text, ends, asked.prompts[0])
-            except InvalidRequest as error:
+            except (InvalidRequest, Unavailable) as error:
                 if asked.rule.is_needed:
                     raise
                 log.warning("the calls of an answer are not constrained", reason=error.message)

@@ -1,7 +1,8 @@
 """The audit log as a chain of rows, and the storage of checkpoints by day.
 
-Entries that the log has already become the first rows of the chain. The table of before stays:
-servers of the version before may still run during an upgrade, and after a rollback.
+Entries that the log has already become the first rows of the chain. The table of before stays,
+because servers of the version before may still run during an upgrade; what they record then is not
+in the chain.
 """
 
 from datetime import UTC, datetime
