@@ -102,7 +102,7 @@ def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
 
     assert second.result().metrics["loss:sum"] > 0
     stepping.result()
-    assert len(sampled.sequences[0].tokens) == 4
+    assert 1 <= len(sampled.sequences[0].tokens) <= 4
     reasons = paused(seen, "paused_rate_limit")
     assert "limits.tokensPerMinute of tenant 'slow' is 6000" in reasons[0]
     assert "starts in" in reasons[0]
