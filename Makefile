@@ -102,7 +102,7 @@ test-outages: test-tools ## fail disks for a minute and the checkpoint store for
 	  tests/chaos/test_outages.py
 
 test-long: export TINKERCLOUD_TEST_LONG = 1
-test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; half an hour; needs Linux and root)
+test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; needs Linux and root)
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2

@@ -107,7 +107,7 @@ def _whole(proof: Proof, ranks: Ranks) -> Measurement:
     gap = proof.gap(WHOLE, sampler=ranks.sampler)
     apart = proof.gap(WHOLE, against=BASE, sampler=ranks.sampler).mean()
     measured = Measurement(
-        "S27", "the same: a whole model of those ranks over a process group, past the head",
+        "S27", "the same, a whole model: from the ranks over a process group, bypassing the head",
         largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
     )  # fmt: skip
     if isinstance(published, WeightsSnapshot):

@@ -1,7 +1,7 @@
 """Saving a model frees its state from memory while the store is still writing."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -79,39 +79,36 @@ async def test_a_saved_state_is_freed_once_encoded_even_if_the_store_is_slow(
     assert f"{MODEL}/weights/first".encode() in await head.answer(1)
 
 
-async def test_an_automatically_saved_state_is_freed_once_encoded(
+async def last_checkpoint(head: Head) -> str:
+    (path,) = await head.service.checkpoint()
+    return path
+
+
+async def checkpoint_of_a_user(head: Head) -> str:
+    return (await head.service.save_model(str(MODEL), None)).tinker_path
+
+
+@pytest.mark.parametrize(
+    ("save", "name"),
+    [(last_checkpoint, "last-step-000000"), (checkpoint_of_a_user, "saved-step-000000")],
+)
+async def test_a_state_that_no_request_of_the_client_saves_is_freed_once_encoded(
     head: Head,
     exported: list[ReferenceType[Tensor]],
     slow_store: tuple[asyncio.Event, asyncio.Event],
+    save: Callable[[Head], Coroutine[Any, Any, str]],
+    name: str,
 ) -> None:
     arrived, proceed = slow_store
     await head.begin()
     head.add(1)
     await head.answer(1)
-    saved = asyncio.create_task(head.service.checkpoint())
+    saved = asyncio.create_task(save(head))
     await arrived.wait()
 
     assert_freed(exported)
     proceed.set()
-    (path,) = await saved
-    assert path.endswith(f"{MODEL}/weights/last-step-000000")
-
-
-async def test_a_state_that_somebody_else_saves_is_freed_once_encoded(
-    head: Head,
-    exported: list[ReferenceType[Tensor]],
-    slow_store: tuple[asyncio.Event, asyncio.Event],
-) -> None:
-    arrived, proceed = slow_store
-    await head.begin()
-    head.add(1)
-    await head.answer(1)
-    saved = asyncio.create_task(head.service.save_model(str(MODEL), None))
-    await arrived.wait()
-
-    assert_freed(exported)
-    proceed.set()
-    assert (await saved).tinker_path.endswith("saved-step-000000")
+    assert (await saved).endswith(f"{MODEL}/weights/{name}")
 
 
 async def test_suspending_frees_the_state_before_exporting_the_gradient(

@@ -30,7 +30,7 @@ class SuspendedStates:
     index: ManifestIndex
 
     async def find(self, run_id: str) -> SuspendedManifest | None:
-        """Return a run's suspended state in the store, of whatever head; None if there is none."""
+        """Return a run's suspended state in the store, of any head; None if there is none."""
         return _suspended(run_id, await self.objects.read(suspended_key(run_id)))
 
     async def is_unsaved(self, run_id: str, generation: str, unsaved: Path | None) -> bool:

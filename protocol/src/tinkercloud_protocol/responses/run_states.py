@@ -33,7 +33,7 @@ class RunInfo(Answer):
     """None: all weights are trained."""
     state: RunState
     reason: str | None = None
-    """Why it is in this state, and what remains of it; None if there is no more to say."""
+    """Why it is in this state, and which saved state is left; None if the state says enough."""
     step: int | None = None
     """Number of optimizer steps taken; None if no running head and no saved state has it."""
     unsaved_steps: int = 0

@@ -314,7 +314,7 @@ def _serve(end: Connection, rank: int, size: int, store: str) -> None:
         answer: Any
         try:
             answer = getattr(sglang, method)(updater, **arguments)
-        except Exception as error:  # noqa: BLE001 - SGLang catches whatever it is too
+        except Exception as error:  # noqa: BLE001 - SGLang also catches all exceptions
             answer = str(error)
         # Tensors would otherwise be handles of what this process has.
         end.send_bytes(pickle.dumps(answer))

@@ -154,7 +154,7 @@ class AuditLog(Statements):
             await self._remove(last, is_old, f"older than {before.isoformat(timespec='seconds')}")
 
     async def forget_surplus(self, kept: int = MAX_ENTRIES_PER_OWNER) -> None:
-        """Remove the earliest rows of owners that have more than `kept`, and a tenth of those."""
+        """Trim the log of each owner that has more than `kept` rows to its newest `0.9 * kept`."""
         surplus = select(AuditEntry.owner).where(AuditEntry.owner.not_in([SERVER, ""]))
         surplus = surplus.group_by(AuditEntry.owner).having(func.count() > kept)
         async with self._reading() as db:
