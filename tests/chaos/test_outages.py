@@ -4,7 +4,6 @@ The disk is real, and so is the S3 server. `make test-outages` lets the disk fai
 the store for ten, and shows how much memory the head has; the usual tests do so for a moment.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -12,13 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from urllib.request import urlopen
 
 import psutil
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
-from tinkercloud_protocol.wire.routes import HEAD_METRICS
 from tinkercloud_testing.buckets import a_bucket
 from tinkercloud_testing.disks import CAN_MOUNT, a_disk
 from tinkercloud_testing.sdk_steps import ADAM, a_datum
@@ -90,17 +86,8 @@ def reason(server: Server, loop: Loop) -> str:
     return str(model["degraded"])
 
 
-def head_metric(server: Server, name: str) -> float:
-    (record,) = server.state_dir.glob("heads/*/head.json")
-    with urlopen(json.loads(record.read_text())["url"] + HEAD_METRICS, timeout=60) as response:
-        families = text_string_to_metric_families(response.read().decode())
-        samples = [each for family in families for each in family.samples]
-    (found,) = [each.value for each in samples if each.name == name]
-    return float(found)
-
-
 def degraded_models(server: Server) -> float:
-    return head_metric(server, "tinkercloud_degraded_models")
+    return server.head_metric("tinkercloud_degraded_models")
 
 
 def mebibytes(pid: int) -> int:
@@ -207,7 +194,7 @@ def test_training_outlasts_a_store_that_is_away_and_then_does_not_respond(
                     assert "store" in reason(server, loop)
                     assert server.request("GET", "/readyz").status == 200
                     assert server.request("GET", "/healthz").status == 503
-                    sent = head_metric(server, "tinkercloud_journal_bytes_total") / 2**20
+                    sent = server.head_metric("tinkercloud_journal_bytes_total") / 2**20
 
             loop.run_until(lambda: durability(server) == "remote")
             memory.append(mebibytes(head))

@@ -30,6 +30,32 @@ def test_a_training_step_is_counted_at_every_stage(
     assert server.metric("tinkercloud_proxy_bytes_total", direction="from_head") > returned
 
 
+def test_a_head_counts_how_long_requests_wait_and_run(
+    server: Server, client: tinker.ServiceClient
+) -> None:
+    training = client.create_lora_training_client(MODEL, rank=4).result()
+    request = {"request": "forward_backward"}
+    waited = server.head_metric("tinkercloud_request_wait_seconds_count", **request)
+    ran = server.head_metric("tinkercloud_request_seconds_count", **request)
+    seconds = server.head_metric("tinkercloud_request_seconds_sum", **request)
+
+    training.forward_backward([a_datum()], "cross_entropy").result()
+
+    assert server.head_metric("tinkercloud_request_wait_seconds_count", **request) == waited + 1
+    assert server.head_metric("tinkercloud_request_seconds_count", **request) == ran + 1
+    assert server.head_metric("tinkercloud_request_seconds_sum", **request) > seconds
+
+
+def test_a_head_counts_the_wait_for_the_first_token_of_an_answer_once(server: Server) -> None:
+    counted = server.head_metric("tinkercloud_first_token_seconds_count")
+    body = {"model": MODEL, "prompt": [1, 2, 3], "max_tokens": 4, "stream": True}
+
+    answer = server.request("POST", "/oai/api/v1/completions", body)
+
+    assert answer.status == 200, answer.body
+    assert server.head_metric("tinkercloud_first_token_seconds_count") == counted + 1
+
+
 def test_client_supplied_path_segments_create_no_time_series(server: Server) -> None:
     known = {"route": "/api/v1/sessions/{session_id}", "status": "404"}
     unknown = {"route": "other", "status": "404"}

@@ -17,6 +17,7 @@ from typing import Any
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
 
+from tinkercloud_protocol.wire.routes import HEAD_METRICS
 from tinkercloud_testing.ports import free_port
 from tinkercloud_testing.sdk_clients import SdkClients
 from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
@@ -132,11 +133,13 @@ class Server:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric over all series with these labels; 0 without any."""
-        url = f"http://127.0.0.1:{self.metrics_port}/metrics"
-        with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
-            families = text_string_to_metric_families(response.read().decode())
-        samples = [each for family in families for each in family.samples if each.name == name]
-        return sum(each.value for each in samples if labels.items() <= each.labels.items())
+        return _metric(f"http://127.0.0.1:{self.metrics_port}/metrics", name, labels)
+
+    def head_metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric of the heads over all series with these labels."""
+        records = (self.state_dir / "heads").glob("*/head.json")
+        urls = [json.loads(record.read_text())["url"] for record in records]
+        return sum(_metric(url + HEAD_METRICS, name, labels) for url in urls)
 
     def stop(self) -> None:
         """Stop it like a service manager and wait until it has exited."""
@@ -242,6 +245,13 @@ class Server:
             )
             if answer.status != 408:
                 return answer
+
+
+def _metric(url: str, name: str, labels: dict[str, str]) -> float:
+    with urllib.request.urlopen(url, timeout=PATIENCE_SECONDS) as response:
+        families = text_string_to_metric_families(response.read().decode())
+    samples = [each for family in families for each in family.samples if each.name == name]
+    return sum(each.value for each in samples if labels.items() <= each.labels.items())
 
 
 @contextlib.contextmanager

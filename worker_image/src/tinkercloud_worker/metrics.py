@@ -1,8 +1,8 @@
 """Prometheus metrics of a head.
 
-Labels: `engine` is the URL of an inference server, `what` is an adapter or a full model, and `way`
-is how its tensors were transferred: in the request, over a process group, in memory of this
-machine, or by files.
+Labels: `request` is the last part of a request's path, or `sample`; `engine` is the URL of an
+inference server, `what` is an adapter or a full model, and `way` is how its tensors were
+transferred: in the request, over a process group, or by files.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,24 @@ from time import perf_counter
 from typing import Literal
 
 from prometheus_client import Counter, Gauge, Histogram
+
+REQUEST_WAIT_SECONDS = Histogram(
+    "tinkercloud_request_wait_seconds",
+    "Time from the acceptance of a request to its turn, in seconds",
+    ["request"],
+    buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+)
+REQUEST_SECONDS = Histogram(
+    "tinkercloud_request_seconds",
+    "Time from the turn of a request to its result, in seconds",
+    ["request"],
+    buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+)
+FIRST_TOKEN_SECONDS = Histogram(
+    "tinkercloud_first_token_seconds",
+    "Time to the first token of a chat or completion request, in seconds; own sampler only",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+)
 
 ENGINE_UP = Gauge(
     "tinkercloud_engine_up",

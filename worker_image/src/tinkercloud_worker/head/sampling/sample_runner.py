@@ -1,6 +1,7 @@
 """Runs one sampling request: within its owner's token limit, and counted."""
 
 from dataclasses import replace
+from time import perf_counter
 
 from tinkercloud_protocol.requests.payloads import encode_sample_response
 from tinkercloud_protocol.wire import future_responses
@@ -11,6 +12,7 @@ from tinkercloud_worker.engine.turns.usage_counts import Usage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order.requests import Prepared
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.metrics import FIRST_TOKEN_SECONDS
 
 
 async def run_sample(
@@ -30,9 +32,9 @@ async def run_sample(
     request = prepared.validated
     session_id = SamplingSessionId.parse(prepared.request.sampling_session_id)
     reserved = len(request.prompt) + request.num_samples * request.max_tokens
+    reported = _Reported(len(request.prompt))
     # The version is in use from here on: it is neither replaced nor evicted while this waits.
     async with samplers.sampling(session_id) as version:
-        reported = _Reported(len(request.prompt))
         sent = reported.watching(request.sent_by(samplers.payer_of(session_id)))
         await backend.token_limits.turn(owner, reserved)
         usage = Usage()
@@ -56,6 +58,7 @@ class _Reported:
     """Counts the tokens that a request has reported so far. Used by one thread at a time."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
+        self._began = perf_counter()
         self._num_prompt_tokens = num_prompt_tokens
         self._num_tokens = 0
 
@@ -66,6 +69,8 @@ class _Reported:
             return request
 
         def counted(token: SampledToken) -> None:
+            if not self._num_tokens:
+                FIRST_TOKEN_SECONDS.observe(perf_counter() - self._began)
             self._num_tokens += 1
             report(token)
 

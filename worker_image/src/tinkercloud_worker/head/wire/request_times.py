@@ -1,4 +1,4 @@
-"""Remembers when requests were accepted, started and finished, for traces of sessions."""
+"""Remembers when requests were accepted, started and finished, for traces and metrics."""
 
 import time
 from collections import OrderedDict, deque
@@ -9,6 +9,7 @@ import structlog
 
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import request_ids
+from tinkercloud_worker.metrics import REQUEST_SECONDS, REQUEST_WAIT_SECONDS
 
 T = TypeVar("T")
 
@@ -75,6 +76,9 @@ class SpanRecorder:
         ]
 
     def _add(self, row: _Row) -> None:
+        _, name, accepted, started, finished, _ = row
+        REQUEST_WAIT_SECONDS.labels(name).observe(started - accepted)
+        REQUEST_SECONDS.labels(name).observe(finished - started)
         session_id = row[0].partition(":")[0]
         rows = self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS))
         self._num_spans += len(rows) < MAX_SPANS
