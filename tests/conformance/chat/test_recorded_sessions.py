@@ -76,6 +76,38 @@ def test_a_session_belongs_to_its_owner_and_its_model(chat_server: Server) -> No
     assert call(chat_server, "GET", f"/{session}/datums").status_code == 404
 
 
+def test_sessions_are_listed_with_what_they_hold_for_their_owner_only(chat_server: Server) -> None:
+    key = chat_server.command("keys", "create", "lister", "--owner", "lister").split()[-1]
+    other = chat_server.command("keys", "create", "nobody", "--owner", "nobody").split()[-1]
+    first = call(chat_server, "POST", "", key, json={"model": CHAT_MODEL}).json()
+    second = call(chat_server, "POST", "", key, json={"model": CHAT_MODEL}).json()
+    question = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    chat = f"/{second['id']}/v1/chat/completions"
+    usage = call(chat_server, "POST", chat, key, json={"model": CHAT_MODEL, **question}).json()
+
+    listed = call(chat_server, "GET", "", key).json()
+    shown = call(chat_server, "GET", f"/{second['id']}", key)
+
+    assert listed["object"] == "list"
+    assert [each["id"] for each in listed["data"]] == [first["id"], second["id"]]
+    assert [each["num_turns"] for each in listed["data"]] == [0, 1]
+    assert listed["data"][1]["num_tokens"] >= usage["usage"]["prompt_tokens"] + 1
+    assert shown.json()["num_turns"] == 1
+    assert shown.json()["created"] < shown.json()["expires"]
+    assert call(chat_server, "GET", "", other).json()["data"] == []
+    assert call(chat_server, "GET", f"/{second['id']}", other).status_code == 404
+
+
+def test_an_agent_that_asks_for_models_finds_the_model_of_its_session(chat_server: Server) -> None:
+    session = call(chat_server, "POST", "", json={"model": CHAT_MODEL}).json()["id"]
+    url = f"{chat_server.url}/oai/sessions/{session}/v1"
+
+    with openai.OpenAI(base_url=url, api_key=API_KEY, max_retries=0) as client:
+        models = [model.id for model in client.models.list()]
+
+    assert models == [CHAT_MODEL]
+
+
 def test_the_example_trains_an_agent_of_the_openai_package(chat_server: Server) -> None:
     environment = {
         **os.environ,

@@ -90,6 +90,8 @@ def reads(of: Names) -> list[Call]:
         Call("POST /anthropic/api/v1/messages", chat),
         Call("POST /anthropic/api/v1/messages/count_tokens", chat),
         Call("GET /oai/sessions/{session_id}/datums", other=recorded),
+        Call("GET /oai/sessions/{session_id}/v1/models", other=recorded),
+        Call("GET /oai/sessions/{session_id}", other=recorded),
     ]
 
 

@@ -11,12 +11,20 @@ from datetime import datetime, timedelta
 
 import aiohttp
 import structlog
+from pydantic import BaseModel
 
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.providers.base import HeadEndpoint, SessionProvider
-from tinkercloud_protocol.heads.head_messages import ForgetResults, Forgotten, ModelSuspended
+from tinkercloud_protocol.heads.head_messages import (
+    ForgetResults,
+    Forgotten,
+    ModelSuspended,
+    RecordedSession,
+    RecordedSessionList,
+    RecordedSessionsOf,
+)
 from tinkercloud_protocol.heads.launch import HeldModel, HeldModels
 from tinkercloud_protocol.heads.request_timeline import Span, Timeline
 from tinkercloud_protocol.wire import routes
@@ -81,7 +89,7 @@ class SharedHeads:
                 held.update({model.model_id: model for model in answer})
         return held
 
-    async def forget_results(self, which: ForgetResults, own: Sequence[HeadEndpoint]) -> int:
+    async def forget_results(self, which: ForgetResults) -> int:
         """Drop results of an owner on all shared heads and on the owner's own heads.
 
         Returns:
@@ -90,15 +98,39 @@ class SharedHeads:
         Raises:
             Unavailable: a head did not respond; the others have dropped theirs.
         """
-        body, path = which.model_dump_json(), routes.HEAD_FORGET_RESULTS
-        heads = {head.url: head for head in (*self._provider.shared_heads(), *own)}
-        calls = [self._call("POST", head, path, _LIST_SECONDS, body) for head in heads.values()]
-        responses = await asyncio.gather(*calls, return_exceptions=True)
-        for failure in responses:
+        answers = await self._call_all(which.owner, routes.HEAD_FORGET_RESULTS, which)
+        return sum(Forgotten.model_validate_json(answer).num_results for answer in answers)
+
+    async def recorded_sessions(self, owner: str) -> list[RecordedSession]:
+        """Return the recorded sessions of an owner on all of its running heads.
+
+        Raises:
+            Unavailable: a head did not respond.
+        """
+        asked = RecordedSessionsOf(owner=owner)
+        answers = await self._call_all(owner, routes.HEAD_RECORDED, asked)
+        found = [RecordedSessionList.model_validate_json(answer).data for answer in answers]
+        return sorted((each for listed in found for each in listed), key=lambda each: each.created)
+
+    async def _call_all(self, owner: str, path: str, body: BaseModel) -> list[bytes]:
+        """POST to all shared heads and to the running heads of an owner's own runs.
+
+        Raises:
+            Unavailable: a head did not respond; the others have been called.
+        """
+        rows = await self._catalog.runs_named(self._provider.runs(), owner)
+        own = [self._provider.find(placement_of(row)) for row in rows]
+        running = [head for head in (*self._provider.shared_heads(), *own) if head is not None]
+        content = body.model_dump_json()
+        calls = [
+            self._call("POST", head, path, _LIST_SECONDS, content)
+            for head in {head.url: head for head in running}.values()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for failure in answers:
             if isinstance(failure, BaseException):
                 raise failure
-        done = [r for r in responses if isinstance(r, bytes)]
-        return sum(Forgotten.model_validate_json(response).num_results for response in done)
+        return [answer for answer in answers if isinstance(answer, bytes)]
 
     async def spans(self, session_id: str, own: Sequence[HeadEndpoint]) -> list[Span]:
         """Return what the running heads remember of a session's requests.

@@ -1,6 +1,7 @@
 """Small requests to heads, and their responses."""
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +24,35 @@ class Forgotten(_Message, extra="ignore"):
     """Response to POST /forget_results."""
 
     num_results: int
+
+
+class RecordedSessionsOf(_Message):
+    """POST /recorded_sessions: whose recorded sessions to list."""
+
+    owner: str
+
+
+class RecordedSession(_Message, extra="ignore"):
+    """A recorded session, as clients of the OpenAI endpoints see it."""
+
+    id: str
+    object: Literal["recorded_session"] = "recorded_session"
+    model: str
+    """The name that it was created with, which its turns must have."""
+    num_turns: int
+    num_tokens: int
+    """Tokens of the prompts and answers of all turns."""
+    created: int
+    """Seconds since 1970-01-01 in UTC."""
+    expires: int
+    """When it is deleted if it is not used until then, in the same seconds."""
+
+
+class RecordedSessionList(_Message, extra="ignore"):
+    """Response to POST /recorded_sessions."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[RecordedSession]
 
 
 class SaveModel(_Message):

@@ -15,6 +15,10 @@ CHAT = "v1/chat/completions"
 """Adds turns: the base URL of OpenAI clients is `<session>/v1`."""
 DATUMS = "datums"
 """Returns the turns as training data."""
+MODELS = "v1/models"
+"""Lists the model of the session, for clients that look for it."""
+SHOW = "show"
+"""Describes the session, at heads; clients send GET to the session's own path."""
 DELETE = "delete"
 """Deletes the session, at heads; clients send DELETE to the session's own path."""
 _PATH = re.compile(rf"{routes.OPENAI_SESSIONS}/([^/]*)(?:/(.*))?", re.DOTALL)
@@ -29,7 +33,7 @@ class RecordedPath:
     sampler_id: str
     """The sampling session in the name."""
     action: str
-    """One of `CHAT`, `DATUMS` and `DELETE`, the empty string for the session, or anything else."""
+    """One of the actions above, the empty string for the session, or anything else."""
 
 
 def recorded_name(sampler_id: str, suffix: str) -> str:

@@ -105,5 +105,7 @@ returns their paths, `launch.Saved`."""
 HEAD_FORGET_RESULTS = "/forget_results"
 """POST drops the results of one owner that were delivered, `head_messages.ForgetResults`; returns
 `head_messages.Forgotten`."""
+HEAD_RECORDED = "/recorded_sessions"
+"""POST: list the recorded sessions of an owner (RecordedSessionsOf -> RecordedSessionList)."""
 HEAD_SAMPLERS = "/samplers"
 """PUT /samplers/<sampling session id> registers a sampling session, DELETE removes it."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinkercloud_protocol.heads.head_messages import RecordedSession
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.recorded_paths import recorded_name
 
@@ -41,8 +42,15 @@ class Turn:
 class _Session:
     owner: str
     model: str
+    created: int
+    """Seconds since 1970-01-01 in UTC."""
+    used_at: float
+    """In seconds of the sessions' clock."""
     turns: list[Turn] = field(default_factory=list)
-    used_at: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(turn.num_tokens for turn in self.turns)
 
 
 class RecordedSessions:
@@ -66,7 +74,7 @@ class RecordedSessions:
                 " whose turns you have read"
             )
         name = recorded_name(sampler_id, uuid.uuid4().hex)
-        self._sessions[name] = _Session(owner, model, used_at=self._now())
+        self._sessions[name] = _Session(owner, model, int(time.time()), self._now())
         return name
 
     def check_room(self, name: str, model: str) -> None:
@@ -82,7 +90,7 @@ class RecordedSessions:
                 f"model: this recorded session is of {session.model[:256]!r}, got {model[:256]!r}"
             )
         mine = [each for each in self._sessions.values() if each.owner == session.owner]
-        held = sum(turn.num_tokens for each in mine for turn in each.turns)
+        held = sum(each.num_tokens for each in mine)
         if held >= MAX_OWNER_TOKENS:
             raise InvalidRequest(
                 f"the recorded sessions of this owner hold {held} tokens; the maximum is"
@@ -104,6 +112,32 @@ class RecordedSessions:
             NotFound: the session is unknown.
         """
         return list(self._get(name).turns)
+
+    def of_owner(self, owner: str) -> list[RecordedSession]:
+        """Return the sessions of an owner, the oldest first."""
+        self._expire()
+        return [self._shown(name) for name, each in self._sessions.items() if each.owner == owner]
+
+    def session(self, name: str) -> RecordedSession:
+        """Return one session.
+
+        Raises:
+            NotFound: the session is unknown.
+        """
+        self._get(name)
+        return self._shown(name)
+
+    def _shown(self, name: str) -> RecordedSession:
+        session = self._sessions[name]
+        left = session.used_at + IDLE_SECONDS - self._now()
+        return RecordedSession(
+            id=name,
+            model=session.model,
+            num_turns=len(session.turns),
+            num_tokens=session.num_tokens,
+            created=session.created,
+            expires=int(time.time() + left),
+        )
 
     def delete(self, name: str) -> None:
         """Delete a session, which may be unknown."""

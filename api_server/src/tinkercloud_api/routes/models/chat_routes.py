@@ -21,7 +21,8 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Context
 from tinkercloud_api.providers.model_names import model_of
-from tinkercloud_api.routes.requests.call import Call, wait_for_head
+from tinkercloud_api.routes.requests.call import Call, Handler, wait_for_head
+from tinkercloud_protocol.heads.head_messages import RecordedSessionList
 from tinkercloud_protocol.requests.sampling_requests import NamedWeights
 from tinkercloud_protocol.wire import recorded_paths, routes
 from tinkercloud_protocol.wire.asgi import respond
@@ -87,16 +88,27 @@ async def forward_recorded(call: Call) -> None:
     await _forward_to_sampler(call, call, _sampler_of(call), body)
 
 
-async def delete_recorded(call: Call) -> None:
-    """Delete a recorded session.
+def on_recorded(action: str) -> Handler:
+    """Return the handler of a call on a recorded session itself, which is an action of its head."""
+
+    async def act(call: Call) -> None:
+        body = await call.request.body()
+        own = call.of_own(f"{call.request.path}/{action}", body, call.send)
+        await _forward_to_sampler(call, own, _sampler_of(call), body)
+
+    return act
+
+
+@names_no_object
+async def recorded_sessions(call: Call) -> None:
+    """List the caller's recorded sessions, the oldest first.
 
     Raises:
-        NotFound: the session does not exist for this caller.
-        Unavailable: the head is not ready; the message states the reason.
+        Unavailable: a session head did not respond.
     """
-    body = await call.request.body()
-    path = f"{call.request.path}/{recorded_paths.DELETE}"
-    await _forward_to_sampler(call, call.of_own(path, body, call.send), _sampler_of(call), body)
+    found = await call.server.shared_heads.recorded_sessions(call.principal.owner)
+    listed = RecordedSessionList(data=found)
+    await respond(call.send, listed.model_dump_json().encode())
 
 
 def _sampler_of(call: Call) -> str:

@@ -10,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 
 from tinkercloud_api.access.effects import READS, WORKS, declares, names_no_object
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.requests import future_routes
 from tinkercloud_api.routes.requests.answers import StateAnswer
 from tinkercloud_api.routes.requests.call import Call
@@ -69,8 +68,4 @@ async def cleanup_futures(
     """Forget the results of the caller that were delivered, on all of its session heads."""
     seconds = (request or Cleanup()).max_age_hours * 3600
     which = ForgetResults(owner=caller.owner, min_age_seconds=seconds)
-    rows = await server.catalog.runs_named(server.provider.runs(), caller.owner)
-    own = [server.provider.find(placement_of(row)) for row in rows]
-    heads = [endpoint for endpoint in own if endpoint is not None]
-    count = await server.shared_heads.forget_results(which, heads)
-    return CleanupAnswer(cleaned_count=count)
+    return CleanupAnswer(cleaned_count=await server.shared_heads.forget_results(which))

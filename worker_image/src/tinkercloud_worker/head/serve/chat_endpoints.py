@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 import structlog
 
+from tinkercloud_protocol.heads.head_messages import RecordedSessionList
 from tinkercloud_protocol.requests.sampling_requests import Chunk, ModelInput, SampleRequest
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.responses.json_results import sample_as_json
@@ -274,8 +275,25 @@ class HeadChat:
         """Create a recorded session."""
         model = await self._read(call, _model_of)
         name = self._recorded.create(call.target, call.owner, model)
-        created = {"id": name, "object": "recorded_session", "model": model}
-        await call.sending.whole(orjson.dumps(created))
+        await self._describe(call, name)
+
+    async def show_session(self, call: "Call") -> None:
+        """Describe a recorded session."""
+        await self._describe(call, call.recorded())
+
+    async def _describe(self, call: "Call", name: str) -> None:
+        await call.sending.whole(self._recorded.session(name).model_dump_json().encode())
+
+    async def models_of_session(self, call: "Call") -> None:
+        """List the model of a recorded session, as GET models of OpenAI does."""
+        session = self._recorded.session(call.recorded())
+        model = {"id": session.model, "object": "model", "created": session.created}
+        listed = {"object": "list", "data": [{**model, "owned_by": call.owner}]}
+        await call.sending.whole(orjson.dumps(listed))
+
+    def sessions_of(self, owner: str) -> RecordedSessionList:
+        """Return the recorded sessions of an owner."""
+        return RecordedSessionList(data=self._recorded.of_owner(owner))
 
     async def chat_in_session(self, call: "Call") -> None:
         """Add turns to a recorded session."""
@@ -394,6 +412,8 @@ OPERATIONS: tuple[tuple[str, str, Operation], ...] = (
     ("POST", routes.OPENAI_SESSIONS, HeadChat.create_session),
     ("POST", f"{_SESSION}/{recorded_paths.CHAT}", HeadChat.chat_in_session),
     ("POST", f"{_SESSION}/{recorded_paths.DATUMS}", HeadChat.datums),
+    ("POST", f"{_SESSION}/{recorded_paths.MODELS}", HeadChat.models_of_session),
+    ("POST", f"{_SESSION}/{recorded_paths.SHOW}", HeadChat.show_session),
     ("POST", f"{_SESSION}/{recorded_paths.DELETE}", HeadChat.delete_session),
 )
 """Method, path and operation. API servers forward requests of all methods as POST."""

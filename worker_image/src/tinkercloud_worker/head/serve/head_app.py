@@ -24,6 +24,7 @@ from tinkercloud_protocol.heads.head_messages import (
     Forgotten,
     ModelSaved,
     ModelSuspended,
+    RecordedSessionsOf,
     SaveModel,
 )
 from tinkercloud_protocol.heads.launch import (
@@ -377,6 +378,10 @@ class HeadApp:
         await self._service.delete_model(ModelId.parse(_resource(request)))
         return Response()
 
+    async def _recorded_sessions(self, request: Request) -> Response:
+        owner = parse_json(RecordedSessionsOf, await request.body()).owner
+        return Response(self._chat.sessions_of(owner).model_dump_json().encode())
+
     async def _forget_results(self, request: Request) -> Response:
         which = parse_json(ForgetResults, await request.body())
         num_results = self._service.results.forget_read(which.owner, which.min_age_seconds)
@@ -500,6 +505,7 @@ ROUTES: tuple[HeadRoute, ...] = (
     HeadRoute("DELETE", f"{routes.HEAD_MODELS}/{{id}}", _SMALL, HeadApp._delete_model),
     HeadRoute("GET", f"{routes.HEAD_TIMELINE}/{{id}}", _SMALL, HeadApp._timeline),
     HeadRoute("POST", routes.HEAD_FORGET_RESULTS, _SMALL, HeadApp._forget_results),
+    HeadRoute("POST", routes.HEAD_RECORDED, _SMALL, HeadApp._recorded_sessions),
     HeadRoute("PUT", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._put_sampler),
     HeadRoute("DELETE", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._delete_sampler),
     *(_chat_route(*each) for each in OPERATIONS),
