@@ -21,7 +21,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Context
 from tinkercloud_api.providers.model_names import model_of
-from tinkercloud_api.routes.requests.call import Call, Handler, wait_for_head
+from tinkercloud_api.routes.requests.call import Call, wait_for_head
 from tinkercloud_protocol.heads.head_messages import RecordedSessionList
 from tinkercloud_protocol.requests.sampling_requests import NamedWeights
 from tinkercloud_protocol.wire import recorded_paths, routes
@@ -88,15 +88,20 @@ async def forward_recorded(call: Call) -> None:
     await _forward_to_sampler(call, call, _sampler_of(call), body)
 
 
-def on_recorded(action: str) -> Handler:
-    """Return the handler of a call on a recorded session itself, which is an action of its head."""
+async def show_recorded(call: Call) -> None:
+    """Describe a recorded session; raises as `forward_recorded` does."""
+    await _forward_action(call, recorded_paths.SHOW)
 
-    async def act(call: Call) -> None:
-        body = await call.request.body()
-        own = call.of_own(f"{call.request.path}/{action}", body, call.send)
-        await _forward_to_sampler(call, own, _sampler_of(call), body)
 
-    return act
+async def delete_recorded(call: Call) -> None:
+    """Delete a recorded session; raises as `forward_recorded` does."""
+    await _forward_action(call, recorded_paths.DELETE)
+
+
+async def _forward_action(call: Call, action: str) -> None:
+    body = await call.request.body()
+    own = call.of_own(f"{call.request.path}/{action}", body, call.send)
+    await _forward_to_sampler(call, own, _sampler_of(call), body)
 
 
 @names_no_object
