@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import tinker
 
 from tinkercloud_testing.sdk_steps import a_datum
@@ -54,6 +55,16 @@ def test_a_head_counts_the_wait_for_the_first_token_of_an_answer_once(server: Se
 
     assert answer.status == 200, answer.body
     assert server.head_metric("tinkercloud_first_token_seconds_count") == counted + 1
+
+
+def test_prometheus_finds_the_heads_of_a_local_server(server: Server) -> None:
+    port = f"http://127.0.0.1:{server.metrics_port}"
+
+    (group,) = httpx.get(f"{port}/heads").json()
+    answers = [httpx.get(f"http://{target}/metrics") for target in group["targets"]]
+
+    assert answers
+    assert all("tinkercloud_request_seconds" in answer.text for answer in answers)
 
 
 def test_client_supplied_path_segments_create_no_time_series(server: Server) -> None:

@@ -163,7 +163,7 @@ class Application:
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
         settings = self._settings
         async with (
-            metrics_server(settings.host, settings.metrics_port),
+            metrics_server(settings.host, settings.metrics_port, self._head_urls),
             running_context(settings, self._provider, self.own_url) as self.context,
         ):
             api.state.context = self.context
@@ -171,6 +171,9 @@ class Application:
                 await self._login.open(self.context, settings.oidc, settings.public_url)
             _measure(self.context)
             yield
+
+    def _head_urls(self) -> list[str]:
+        return [head.url for head in self._provider.shared_heads()]
 
     def _running(self) -> Context:
         assert self.context is not None  # noqa: S101 - requests arrive after startup

@@ -3,7 +3,7 @@
 /metrics is served on a port of its own, apart from the API's, so that no ingress can expose it.
 """
 
-from collections.abc import AsyncIterator, Collection, MutableMapping
+from collections.abc import AsyncIterator, Callable, Collection, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
@@ -136,8 +136,17 @@ class MetricsMiddleware:
 
 
 @asynccontextmanager
-async def metrics_server(host: str, port: int | None) -> AsyncIterator[None]:
-    """Serve /metrics for the duration of the context; if `port` is None, serve nothing.
+async def metrics_server(
+    host: str, port: int | None, heads: Callable[[], Sequence[str]]
+) -> AsyncIterator[None]:
+    """Serve /metrics and /heads for the duration of the context.
+
+    /heads lists the session heads for Prometheus (`http_sd_configs`): their ports change.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; None: nothing is served.
+        heads: returns the URLs of the running heads.
 
     Raises:
         OSError: the port is not available.
@@ -147,6 +156,12 @@ async def metrics_server(host: str, port: int | None) -> AsyncIterator[None]:
         return
     app = web.Application()
     app.router.add_get("/metrics", _metrics)
+
+    async def targets(_request: web.Request) -> web.Response:
+        found = [str(url).partition("://")[2] for url in heads()]
+        return web.json_response([{"targets": found}])
+
+    app.router.add_get("/heads", targets)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     try:
