@@ -24,7 +24,7 @@ Node = dict[str, Any]
 
 
 def uploaded(fn: LossFunction, **ranks: int) -> bytes:
-    """Return a function as the SDK uploads it; inputs have rank 1 unless it is given."""
+    """Return the definition of a function as the SDK uploads it; inputs have rank 1 by default."""
     names = list(inspect.signature(fn).parameters)
     handle = trace_loss(fn, {name: ranks.get(name, 1) for name in names}, "s")  # type: ignore[misc]
     graph = encode_graph(handle)
@@ -35,7 +35,7 @@ def uploaded(fn: LossFunction, **ranks: int) -> bytes:
 
 
 def stored(loss: CustomLoss) -> bytes:
-    """Return a loss as it is stored.
+    """Return the definition of a loss.
 
     Raises:
         InvalidRequest: it is not allowed.

@@ -30,9 +30,12 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 from tinkercloud_protocol.heads.journal_copy import Base, Header
 from tinkercloud_protocol.heads.journal_files import JournalManifest, manifest_path
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.losses import traced_losses
+from tinkercloud_protocol.losses.traced_losses import CustomLossId
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.paths import CheckpointPath
+from tinkercloud_testing.uploaded_losses import of_nodes
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.folder import JournalFolder
@@ -72,6 +75,15 @@ SUSPENDED = SuspendedManifest(
     data_prefix="a",
     files=FILES,
 )
+LOSS = of_nodes(
+    {
+        "op": "call_function",
+        "name": "scaled",
+        "target": "operator.mul",
+        "args": [{"ref": "logprobs"}, 2.5],
+    }
+)
+LOSS_ID = CustomLossId("s", 0)
 ENTRY = Entry(seq_id=3, path="/optim_step", role="step", digest="00ff", size=9, read=("a", "b"))
 # A last record that differs and ends with a zero looks like one that was not completely written.
 RECORDS = [Record(0, ENTRY, b"body\1"), Record(1, ENTRY, b"\0\1"), Record(2, ENTRY, b"end\3")]
@@ -156,6 +168,9 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "manifest of a journal": read_journal_manifest,
     "deaths.json": read_deaths,
     "lock of a local head": read_lock,
+    "uploaded loss": lambda _: Kind(
+        traced_losses.encode(LOSS), lambda content: traced_losses.read(content, LOSS_ID)
+    ),
     "segment of a journal": read_segment,
     "object of a shared journal": read_shared_object,
     "manifest of a checkpoint": lambda _: Kind(

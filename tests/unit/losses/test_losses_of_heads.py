@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
+from tinkercloud_protocol.losses import traced_losses
+from tinkercloud_protocol.losses.traced_losses import CustomLoss
 from tinkercloud_protocol.wire.envelope import peek_training
 from tinkercloud_testing.bare_heads import Head, a_head, until
 from tinkercloud_testing.uploaded_losses import uploaded
@@ -29,7 +31,8 @@ async def test_a_loss_that_waits_for_another_one_of_its_owner_occupies_no_thread
 ) -> None:
     folder = tmp_path / "losses" / "s"
     folder.mkdir(parents=True)
-    (folder / "0.json").write_bytes(uploaded(lambda logprobs: (logprobs.sum(), {})))
+    loss = CustomLoss.model_validate_json(uploaded(lambda logprobs: (logprobs.sum(), {})))
+    (folder / "0.json").write_bytes(traced_losses.encode(loss))
     with a_head(tmp_path.as_uri(), tmp_path, "g1") as head:
         await head.begin()
         await head.answer(0)

@@ -12,7 +12,6 @@ from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_protocol.losses import traced_losses
 from tinkercloud_protocol.losses.traced_losses import (
     CreateCustomLossRequest,
-    CustomLoss,
     CustomLossId,
 )
 from tinkercloud_protocol.wire import future_responses
@@ -38,8 +37,7 @@ class CustomLosses:
         await self.training_runs.active_session(request.session_id, principal)
         await asyncio.to_thread(traced_losses.check, request)
         loss_id = CustomLossId(request.session_id, request.custom_loss_seq_id)
-        stored = CustomLoss(name=request.name, inputs=request.inputs, graph=request.graph)
-        content = stored.model_dump_json().encode()
+        content = traced_losses.encode(request)
         is_new = await self.objects.create(loss_id.key, content)
         if not is_new and await self.objects.read(loss_id.key) != content:
             raise InvalidRequest(

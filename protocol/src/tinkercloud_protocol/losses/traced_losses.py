@@ -9,6 +9,7 @@ A loss belongs to a session. It is stored in the object store, where every head 
 
 import re
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -118,15 +119,34 @@ def folder_of(session_id: str) -> str:
     return f"losses/{session_id}"
 
 
-def read(content: bytes) -> CustomLoss:
-    """Read a stored loss.
+def encode(loss: CustomLoss) -> bytes:
+    """Return the file of a loss: the SHA-256 of its definition, a line break, and the definition.
+
+    The definition is the loss as JSON.
+    """
+    fields = {"name", "inputs", "graph"}
+    definition = loss.model_dump_json(include=fields).encode()
+    return sha256(definition).hexdigest().encode() + b"\n" + definition
+
+
+def read(content: bytes, loss_id: CustomLossId) -> bytes:
+    """Return the definition in the file of a loss, which `compiled` takes.
+
+    Args:
+        content: content of the file.
+        loss_id: the loss, for messages.
 
     Raises:
-        InvalidRequest: it is damaged.
+        InvalidRequest: the file is damaged, or this release does not allow the loss.
     """
-    loss = parse_json(CustomLoss, content)
-    check(loss)
-    return loss
+    digest, _, definition = content.partition(b"\n")
+    if digest != sha256(definition).hexdigest().encode():
+        raise InvalidRequest(
+            f"loss {str(loss_id)!r} can't be read: its file {loss_id.key} is damaged (it differs"
+            " from its checksum); create the loss again"
+        )
+    check(parse_json(CustomLoss, definition))
+    return definition
 
 
 def check(loss: CustomLoss) -> None:

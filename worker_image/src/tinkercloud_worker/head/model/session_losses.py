@@ -20,13 +20,14 @@ class SessionLosses:
         self._known: dict[CustomLossId, bytes] = {}
 
     async def definition(self, config: Mapping[str, float | str]) -> bytes:
-        """Return the loss that a request names, as it is stored.
+        """Return the definition of the loss that a request names.
 
         Args:
             config: the request's loss_fn_config.
 
         Raises:
-            InvalidRequest: it names no loss of this session, or one that is not allowed any more.
+            InvalidRequest: it names no loss of this session, or one that is damaged or not allowed
+                any more.
         """
         name = config.get("loss_id")
         if not isinstance(name, str) or len(config) > 1:
@@ -35,21 +36,22 @@ class SessionLosses:
                 " create_custom_loss has returned"
             )
         loss_id = CustomLossId.parse(name)
-        found = self._known.get(loss_id)
-        if found is None and loss_id.session_id == self._session_id:
-            found = await self._store.read_small(loss_id.key)
+        if (known := self._known.get(loss_id)) is not None:
+            return known
+        is_own = loss_id.session_id == self._session_id
+        found = await self._store.read_small(loss_id.key) if is_own else None
         if found is None:
             raise InvalidRequest(
                 f"loss_fn_config['loss_id']: session {self._session_id!r} has no loss {name!r};"
                 " create it with create_custom_loss in the session of the model"
             )
-        if loss_id not in self._known:
-            await asyncio.to_thread(_check, found)
-            self._known[loss_id] = found
-        return found
+        definition = await asyncio.to_thread(_read, found, loss_id)
+        self._known[loss_id] = definition
+        return definition
 
 
-def _check(definition: bytes) -> None:
-    """Check a stored loss, and compile it, which takes time only once."""
-    traced_losses.read(definition)
+def _read(content: bytes, loss_id: CustomLossId) -> bytes:
+    """Check a stored loss, and compile it, which takes time only once; return its definition."""
+    definition = traced_losses.read(content, loss_id)
     compiled(definition)
+    return definition
