@@ -202,7 +202,7 @@ class Settings(BaseSettings):
     preload: bool = True
     """Whether session heads start together with the server instead of on first use. Each head holds
     a whole model in memory."""
-    head_start_seconds: Annotated[float, Field(gt=0)] = 600.0
+    head_start_seconds: Annotated[float, Field(gt=0)] = 3600.0
     """Timeout, in seconds, for a session head to load its model. For heads with trainer ranks,
     `trainer.start_timeout_seconds` is added."""
     downloads: DownloadSettings = DownloadSettings()
