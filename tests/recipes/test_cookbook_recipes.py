@@ -6,6 +6,7 @@ program and reinforcement learning with synchronous rollouts are in tests/confor
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,48 +27,7 @@ MATH = [
 ]
 WORDS = ("ab", "cd", "ef", "gh")
 
-DPO = """
-import sys
-from tinker_cookbook.preference import train_dpo
-from tinker_cookbook.preference.dpo_datasets import DPODatasetBuilderFromComparisons
-from tinker_cookbook.preference.preference_datasets import ComparisonBuilderFromJsonl
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-
-data, log_path, model = sys.argv[1:]
-common = ChatDatasetBuilderCommonConfig(
-    model_name_for_tokenizer=model, renderer_name="role_colon", max_length=128, batch_size=2
-)
-builder = DPODatasetBuilderFromComparisons(
-    common_config=common, comparison_builder=ComparisonBuilderFromJsonl(train_path=data)
-)
-train_dpo.main(train_dpo.Config(
-    log_path=log_path, model_name=model, recipe_name="test", dataset_builder=builder,
-    renderer_name="role_colon", learning_rate=1e-2, lora_rank=8, max_steps=2, eval_every=0,
-    infrequent_eval_every=0, reference_model_name=model,
-))
-"""
-
-OFF_POLICY = """
-import asyncio, sys
-from tinker_cookbook.distillation import train_off_policy
-from tinker_cookbook.distillation.datasets import TeacherConfig
-from tinker_cookbook.supervised.data import FromConversationFileBuilder
-from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
-
-data, log_path, model = sys.argv[1:]
-common = ChatDatasetBuilderCommonConfig(
-    model_name_for_tokenizer=model, renderer_name="role_colon", max_length=128, batch_size=2
-)
-dataset = train_off_policy.DatasetWithTeacher(
-    dataset_builder=FromConversationFileBuilder(common_config=common, file_path=data),
-    teacher_config=TeacherConfig(base_model=model),
-)
-asyncio.run(train_off_policy.main(train_off_policy.Config(
-    learning_rate=1e-2, dataset_configs=[dataset], model_name=model, recipe_name="test",
-    renderer_name="role_colon", lora_rank=8, n_teacher_targets=5, batch_size=2, save_every=0,
-    eval_every=0, max_steps=2, log_path=log_path,
-)))
-"""
+PAGE = (Path(__file__).parents[2] / "docs" / "use" / "own-data.md").read_text()
 
 ON_POLICY = """
 import asyncio, sys
@@ -147,31 +107,49 @@ def steps(server: Server, log_path: Path, *arguments: str) -> list[dict[str, flo
     return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps_of_page(server: Server, folder: Path, words: str, log: str) -> list[dict[str, float]]:
+    """Run the program of the page about own data that has these words, with the page's files.
+
+    Args:
+        server: the server, whose model it trains.
+        folder: where it runs.
+        words: a part of the program.
+        log: its folder of logs.
+
+    Returns:
+        The metrics of its training steps.
+    """
+    for name, content in re.findall(r"^\$ cat > (\S+) <<'END'\n(.*?)^END$", PAGE, re.M | re.S):
+        (folder / name).write_text(content)
+    programs = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    [program] = [each for each in programs if words in each]
+    program = program.replace("HuggingFaceTB/SmolLM2-135M-Instruct", MODEL)
+    environment = server.environment_of_recipes(folder)
+    result = subprocess.run(
+        [sys.executable, "-c", program.replace("max_length=512", "max_length=128")],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    lines = (folder / log / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def values(rows: list[dict[str, float]], name: str) -> list[float]:
     """Return a metric of all steps that have it."""
     return [row[name] for row in rows if name in row]
 
 
-def test_preferences_by_dpo(server: Server, tmp_path: Path, log_path: Path) -> None:
-    rows = [
-        {
-            "comparison": {
-                "prompt_conversation": _question(word),
-                "completion_A": [_answer(word * 3)],
-                "completion_B": [_answer("no")],
-            },
-            "label": "A",
-        }
-        for word in WORDS
-    ]
-    data = _written(tmp_path / "comparisons.jsonl", rows)
-
-    found = steps(server, log_path, "-c", DPO, str(data), str(log_path), MODEL)
+def test_preferences_by_dpo(server: Server, tmp_path: Path) -> None:
+    found = steps_of_page(server, tmp_path, "train_dpo.main", "dpo-log")
 
     losses = values(found, "dpo_loss")
     # Both models are equal before the first step.
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)
-    assert len(losses) == 2
+    assert len(losses) == 8
 
 
 def test_reinforcement_learning_with_asynchronous_rollouts(server: Server, log_path: Path) -> None:
@@ -224,8 +202,8 @@ def test_distillation_on_policy(server: Server, tmp_path: Path, log_path: Path) 
     assert len(divergences) == 2
 
 
-def test_distillation_off_policy(server: Server, conversations: Path, log_path: Path) -> None:
-    found = steps(server, log_path, "-c", OFF_POLICY, str(conversations), str(log_path), MODEL)
+def test_distillation_off_policy(server: Server, tmp_path: Path) -> None:
+    found = steps_of_page(server, tmp_path, "train_off_policy.main", "distillation-log")
 
     losses = values(found, "train/loss:sum")
     assert len(losses) == 2
