@@ -438,8 +438,9 @@ class ModelQueue:
             is_held = self._is_paused or self._is_attaching
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
             seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
+            # Also if one is taken: it may be the missing one, and run for longer than the wait.
+            self._watch_gap()
             if seq_id is None:
-                self._watch_gap()
                 self._idle.set()
                 await self._arrived.wait()
                 self._arrived.clear()
@@ -523,6 +524,9 @@ class ModelQueue:
             self._gap_timer = loop.call_later(self._gap_seconds, self._gap_timed_out)
 
     def _gap_timed_out(self) -> None:
+        if not self.sequencer.is_stuck:
+            # It has arrived, and runs after what runs between two requests.
+            return
         missing = self.sequencer.next_seq_id
         message = (
             f"seq_id {missing} did not arrive within {self._gap_seconds:.0f} s, so the"
