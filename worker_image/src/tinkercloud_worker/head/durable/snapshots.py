@@ -145,7 +145,7 @@ class Snapshots:
             snapshot.published, self.model.model_id, writer, limit
         )
         # Some may have been evicted while the snapshot was taken, or since.
-        evicted = suspension.samplers.stored_of(snapshot.sessions)
+        evicted = suspension.samplers.evicted.find(snapshot.sessions)
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.synchronize()

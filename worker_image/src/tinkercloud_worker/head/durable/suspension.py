@@ -137,7 +137,7 @@ class Suspension:
         samplers = await self.write_samplers(published, model.model_id, writer, limit)
         sessions = {session for sampler in published for session in sampler.sessions}
         written = {session for sampler in samplers for session in sampler.sessions}
-        stored = {each.session for each in self.samplers.stored_of(sessions)}
+        stored = {each.session for each in self.samplers.evicted.find(sessions)}
         if missing := sessions - written - stored:
             raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
         return await self._write_rest(model, unfinished, samplers, writer)
@@ -208,7 +208,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
-            evicted=self.samplers.stored_of(self.samplers.snapshots_of_model(model.model_id)),
+            evicted=self.samplers.evicted.find(self.samplers.snapshots_of_model(model.model_id)),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
