@@ -354,9 +354,11 @@ class Suspension:
             return
         await model.operations.restore(await self._read_state(stored))
         if head.gradient_lost is not None:
-            model.operations.mark_gradient_lost(head.gradient_lost)
+            model.operations.engine.gradient_lost = head.gradient_lost
         if GRADIENT in stored.manifest.files:
-            await model.operations.restore_gradient(await self._read_tensors(stored, GRADIENT))
+            await model.operations.engine.restore_gradient(
+                await self._read_tensors(stored, GRADIENT)
+            )
 
     async def _read_state(self, stored: StoredState) -> TrainingState:
         manifest = stored.manifest
@@ -426,11 +428,11 @@ async def _write_training(model: LiveModel, base_model: str, writer: StateWriter
     if operations.refused is not None:
         return None
     await writer.put_state(
-        partial(formats.encode_state, await operations.export_state(), base_model)
+        partial(formats.encode_state, await operations.engine.export_state(), base_model)
     )
     if not model.queue.snapshot().has_dirty_gradient:
         try:
-            gradient = await operations.export_gradient()
+            gradient = await operations.engine.export_gradient()
         except GradientLost as error:
             return error.message
         if gradient is not None:

@@ -139,7 +139,7 @@ class LiveModel:
     def why_waiting(self, seq_id: int) -> tuple[QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         state, reason = self.queue.why_waiting(seq_id)
-        return state, reason or self.operations.why_waiting()
+        return state, reason or self.operations.engine.why_waiting()
 
     def next_request(self) -> tuple[RunQueueState, str | None]:
         """Return what the next request waits for, and why, if that is known."""
@@ -150,7 +150,7 @@ class LiveModel:
         if state == "paused_rate_limit":
             return "paused_rate_limit", reason
         if not sequencer.is_stuck:
-            reason = self.operations.why_waiting()
+            reason = self.operations.engine.why_waiting()
         return ("running" if reason is None else "waiting"), reason
 
     async def quiesce(self) -> None:
@@ -199,7 +199,7 @@ def new_model(
         drop_gradient=operations.drop_gradient,
         token_limits=backend.token_limits,
     )
-    operations.is_followed = lambda: queue.is_followed
+    operations.engine.is_followed = lambda: queue.is_followed
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)
     return LiveModel(model_id, spec, operations, queue, given_numbers, backend.spans, lineage=[])
