@@ -26,13 +26,7 @@ class RunCopy:
     def __init__(
         self, snapshots: Snapshots, schedule: SnapshotSchedule, *, wait_for_store: bool
     ) -> None:
-        """Copy nothing yet.
-
-        Args:
-            snapshots: of the run.
-            schedule: when they are taken.
-            wait_for_store: see `DurabilityConfig`.
-        """
+        """Copy nothing yet; `wait_for_store` is that of `DurabilityConfig`."""
         self._snapshots = snapshots
         self._name = str(snapshots.model.model_id)
         self._schedule = schedule

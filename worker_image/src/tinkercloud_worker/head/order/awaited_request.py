@@ -39,11 +39,7 @@ class AwaitedRequest:
             self._timer = None
 
     def why_waiting(self, request_id: str) -> str:
-        """Describe what requests behind the missing one wait for.
-
-        Args:
-            request_id: of the missing request.
-        """
+        """Describe what requests behind the missing one, which has this id, wait for."""
         return (
             f"waiting up to {self._seconds:.0f} s for request {request_id}, which has not arrived;"
             " requests run in the order of their seq_id"
