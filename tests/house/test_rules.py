@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*
 PROGRAMS = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
 PRODUCT = [path for path in PROGRAMS if "src" in path.relative_to(ROOT).parts]
 MAX_MODULE_LINES = 700
+MAX_CLASS_LINES = 350
 MAX_FUNCTION_LINES = 60
 MAX_MODULES = 15
 
@@ -37,16 +39,24 @@ def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, kinds)]
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_modules_and_functions_are_short(path: Path) -> None:
-    too_long = [
-        f"{node.name}: {(node.end_lineno or 0) - node.lineno} lines"
-        for node in functions(path)
-        if (node.end_lineno or 0) - node.lineno > MAX_FUNCTION_LINES
+def classes(path: Path) -> list[ast.ClassDef]:
+    return [
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
     ]
 
+
+def longer_than(
+    limit: int, nodes: Sequence[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]
+) -> list[str]:
+    sizes = [(node.name, (node.end_lineno or 0) - node.lineno) for node in nodes]
+    return [f"{name}: {size} lines" for name, size in sizes if size > limit]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_classes_and_functions_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_MODULE_LINES, "split the module"
-    assert too_long == [], "split the function"
+    assert longer_than(MAX_CLASS_LINES, classes(path)) == [], "give a subject its own class"
+    assert longer_than(MAX_FUNCTION_LINES, functions(path)) == [], "split the function"
 
 
 def test_no_folder_of_the_product_is_a_hall() -> None:

@@ -240,6 +240,35 @@ async def test_a_missing_number_that_arrives_in_time_ends_the_wait() -> None:
     bench.queue.close("the test is over")
 
 
+async def test_a_missing_number_that_arrives_in_time_may_run_for_longer_than_the_wait() -> None:
+    bench = Bench(gap_seconds=0.2)
+    bench.submit(2)
+    await bench.queue.idle()
+
+    async def run() -> Result:
+        await asyncio.sleep(0.4)
+        return finished({"seq_id": 1})
+
+    bench.queue.submit(1, b"1", 1, Operation(run))
+
+    assert await bench.answer(1) == {"seq_id": 1}
+    assert await bench.answer(2) == {"seq_id": 2}
+    bench.queue.close("the test is over")
+
+
+async def test_a_missing_number_that_arrives_in_time_may_wait_for_work_between_requests() -> None:
+    bench = Bench(gap_seconds=0.2)
+    bench.submit(2)
+    await bench.queue.idle()
+    work = asyncio.create_task(bench.queue.run_after_accepted(lambda: asyncio.sleep(0.4)))
+    await asyncio.sleep(0.05)
+    bench.submit(1)
+    await work
+
+    assert await bench.answer(2) == {"seq_id": 2}
+    bench.queue.close("the test is over")
+
+
 async def test_requests_behind_a_missing_number_do_not_prolong_the_wait() -> None:
     bench = Bench(gap_seconds=0.3)
     bench.submit(2)

@@ -8,9 +8,8 @@ may, it is dropped, and a snapshot has to replace it (`needs_snapshot`).
 """
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -26,6 +25,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import Record
 from tinkercloud_worker.journal.shared_log import Fenced, LogPlace, SharedLog
+from tinkercloud_worker.journal.waiting_records import WaitingRecords, WaitingRoom
 
 log = structlog.get_logger(__name__)
 
@@ -52,29 +52,31 @@ class _Object:
     base: Base | None
 
 
-class WaitingRoom:
-    """Limits the requests of all runs of a head that wait for the store."""
+class _OwnObjects:
+    """The objects of a journal that this head has written, in order."""
 
-    def __init__(self, max_bytes: int) -> None:
-        """Start empty.
+    def __init__(self, shared: SharedLog) -> None:
+        self._shared = shared
+        self._written: deque[tuple[int, int]] = deque()
+        """Their numbers, and the indexes of the records after them."""
+        self._base_number = 0
+        """Number of the newest one with a base."""
 
-        Args:
-            max_bytes: their size. Beyond it, those of the run with most of them are dropped.
-        """
-        self._max_bytes = max_bytes
-        self._used: dict[Shipping, int] = {}
+    def add(self, number: int, written: _Object) -> None:
+        self._written.append((number, written.next_index))
+        if written.base is not None:
+            self._base_number = number
 
-    def has(self, run: "Shipping", num_bytes: int) -> None:
-        """Record how many bytes of a run wait; drop those of the largest until the rest fits."""
-        self._used.pop(run, None)
-        if num_bytes:
-            self._used[run] = num_bytes
-        while sum(self._used.values()) > self._max_bytes:
-            largest = max(self._used, key=self._used.__getitem__)
-            largest.require_snapshot(
-                "the checkpoint store is slower than the requests of the head"
-                f" (durability.max_waiting_bytes is {self._max_bytes})"
-            )
+    async def remove_before(self, first_index: int, fences: Collection[int]) -> None:
+        """Delete objects whose records the newest base has, except fences; of earlier heads too."""
+        superseded = takewhile(
+            lambda each: each[1] <= first_index and each[0] < self._base_number, self._written
+        )
+        own, old = self._written[0][0], [number for number, _ in superseded]
+        earlier = [number for number in await self._shared.numbers() if number < own]
+        await self._shared.remove(set(earlier).difference(fences).union(old))
+        while old and self._written[0][0] <= old[-1]:
+            self._written.popleft()
 
 
 class Shipping:
@@ -106,17 +108,17 @@ class Shipping:
         self._shared = shared
         self._manifest = manifest
         self._config = config
-        self._room = room
         self._begin = begin
         self._listeners = listeners
         self._place = place
-        self._pending: list[Record] = []
-        self._pending_bytes = 0
-        self._due_at = 0.0
+        self._has_work = asyncio.Event()
+        self._has_work.set()
+        self._pending = WaitingRecords(
+            room, config, drop=self.require_snapshot, on_due=self._has_work.set
+        )
         self._object: _Object | None = None
         self._base: Base | None = None
         """A base that is written before the next records."""
-        self._base_number = 0
         self._is_writing_base = False
         self._written_base: Base | None = None
         """The base that was written last."""
@@ -126,14 +128,10 @@ class Shipping:
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
         self._callers: set[asyncio.Event] = set()
         """Those that wait in `shipped`."""
-        self._written: deque[tuple[int, int]] = deque()
-        """Numbers of the objects of this head, and the indexes of the records after them."""
+        self._own = _OwnObjects(shared)
         self._last_index = -1
         self._complete_at: int | None = None
         """After a failure: the record with which the copy is complete again."""
-        self._has_work = asyncio.Event()
-        self._has_work.set()
-        self._timer: asyncio.TimerHandle | None = None
         self._is_fenced = False
         self._ended = asyncio.Event()
         self.failure = None if place is not None else "the checkpoint store does not respond"
@@ -150,38 +148,19 @@ class Shipping:
         self._last_index = record.index
         if self._is_dropping or self._ended.is_set():
             return
-        if not self._pending:
-            self._due_at = time.monotonic() + self._config.store_seconds
         self._pending.append(record)
-        self._pending_bytes += _size(record)
-        self._room.has(self, self._pending_bytes)
         if self._is_due():
             self._has_work.set()
         else:
-            self._start_timer()
+            self._pending.wake_when_due()
 
     def _is_due(self) -> bool:
-        if self._config.wait_for_store or self.failure is not None:
-            return True
-        is_large = self._pending_bytes >= self._config.store_bytes
-        return is_large or time.monotonic() >= self._due_at
-
-    def _start_timer(self) -> None:
-        if self._timer is None:
-            seconds = max(self._due_at - time.monotonic(), 0)
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._timer_ended)
-
-    def _timer_ended(self) -> None:
-        self._timer = None
-        if self._pending and not self._is_due():
-            # It was started for records that have been copied since, for their size.
-            self._start_timer()
-        else:
-            self._has_work.set()
+        is_urgent = self._config.wait_for_store or self.failure is not None
+        return is_urgent or self._pending.are_due
 
     def require_snapshot(self, reason: str) -> None:
         """Copy nothing until a snapshot has been stored."""
-        self._keep([])
+        self._pending.clear()
         self._lacks_base = self._is_dropping = True
         self._fail(reason)
 
@@ -233,12 +212,7 @@ class Shipping:
         if self._lacks_base and not self._is_writing_base:
             # Otherwise the records after the base that is being written are needed too.
             self._is_dropping = False
-            self._keep([each for each in self._pending if each.index >= first_index])
-
-    def _keep(self, pending: list[Record]) -> None:
-        """Let only these records wait."""
-        self._pending, self._pending_bytes = pending, sum(map(_size, pending))
-        self._room.has(self, self._pending_bytes)
+            self._pending.drop_before(first_index)
 
     async def replace(
         self,
@@ -281,23 +255,11 @@ class Shipping:
         if self._written_base is not base:
             raise StoreFailed(self.failure or "the checkpoint store failed")
         await self._shared.remove_files(sorted(superseded - snapshot.object_keys))
-        await self._collect(first_index)
+        await self._own.remove_before(first_index, self._place.fences if self._place else ())
 
     def _check_room(self) -> None:
         if self._is_dropping or self._place is None:
             raise StoreFailed("more requests arrived than can wait for the checkpoint store")
-
-    async def _collect(self, first_index: int) -> None:
-        """Delete the objects whose records the newest base has, except fences."""
-        superseded = takewhile(
-            lambda each: each[1] <= first_index and each[0] < self._base_number, self._written
-        )
-        own, old = self._written[0][0], [number for number, _ in superseded]
-        fences = self._place.fences if self._place is not None else ()
-        earlier = [number for number in await self._shared.numbers() if number < own]
-        await self._shared.remove(set(earlier).difference(fences).union(old))
-        while old and self._written[0][0] <= old[-1]:
-            self._written.popleft()
 
     @property
     def _has_stopped(self) -> bool:
@@ -348,10 +310,10 @@ class Shipping:
             return None
         elif not self._is_due():
             # They may have been due when they were added: during a failure, all are.
-            self._start_timer()
+            self._pending.wake_when_due()
             return None
         else:
-            taken = self._take()
+            taken = self._pending.take()
             index = taken[0].index
         header = Header(
             manifest=self._manifest,
@@ -367,28 +329,16 @@ class Shipping:
         except Exception:
             if not self._lacks_base:
                 # Otherwise the copy would have a gap.
-                self._keep([*taken, *self._pending])
+                self._pending.put_back(taken)
             raise
         return _Object(content, header.next_index, base)
-
-    def _take(self) -> list[Record]:
-        """Take the records of the next object from those that wait."""
-        size, count = 0, 0
-        while count < len(self._pending) and size < self._config.store_bytes:
-            size += _size(self._pending[count])
-            count += 1
-        taken, self._pending = self._pending[:count], self._pending[count:]
-        self._pending_bytes -= size
-        self._room.has(self, self._pending_bytes)
-        return taken
 
     def _wrote(self, place: LogPlace, written: _Object) -> None:
         self._object, number = None, place.number
         self._place = replace(place, number=number + 1, next_index=written.next_index)
-        self._written.append((number, written.next_index))
+        self._own.add(number, written)
         self._is_writing_base = False
         if written.base is not None:
-            self._base_number = number
             # More requests than may wait can have arrived while it was written.
             self._lacks_base = self._is_dropping
             self._written_base = written.base
@@ -398,7 +348,9 @@ class Shipping:
             if self._complete_at is None:
                 self._complete_at = self._last_index
             if not self._lacks_base and written.next_index > self._complete_at:
-                log.info("the checkpoint store has a run's journal again", model_id=self._name)
+                log.info(
+                    "the checkpoint store has a run's journal again", model_id=self._shared.run_id
+                )
                 self.failure = self._complete_at = None
             self._listeners.on_change()
         self._release()
@@ -410,7 +362,7 @@ class Shipping:
         if is_new:
             log.warning(
                 "a run's journal can't be copied to the checkpoint store; training continues",
-                model_id=self._name,
+                model_id=self._shared.run_id,
                 reason=reason,
             )
         self._release()
@@ -429,30 +381,20 @@ class Shipping:
     def _take_note_of_fence(self) -> None:
         self._is_fenced = True
         self._has_tried.set()
-        log.warning("another head has taken over a run", model_id=self._name)
+        log.warning("another head has taken over a run", model_id=self._shared.run_id)
         self._listeners.on_fenced()
         for done in self._callers:
             done.set()
 
-    @property
-    def _name(self) -> str:
-        return self._shared.run_id
-
     def close(self) -> None:
         """Copy nothing more. Idempotent."""
         self._ended.set()
-        self._keep([])
+        self._pending.close()
         self._has_work.set()
         self._has_tried.set()
-        if self._timer is not None:
-            self._timer.cancel()
         self._release()
 
     async def closed(self) -> None:
         """Copy nothing more, and return once nothing is being written."""
         self.close()
         await asyncio.wait({self._task})
-
-
-def _size(record: Record) -> int:
-    return len(record.body) + records.HEADER_BYTES

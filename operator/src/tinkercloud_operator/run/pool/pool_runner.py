@@ -1,6 +1,6 @@
 """Maintains the pools of BaseModels: their clusters, and the places of sessions on them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 
@@ -26,16 +26,11 @@ from tinkercloud_operator.decide.session.actions import GiveAway, TakeBack
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
+from tinkercloud_operator.run.pool.move_requests import MoveRequests
 from tinkercloud_operator.run.pool.pool_memory import PoolMemory
 from tinkercloud_operator.run.pool.spare_runner import Spares
-from tinkercloud_operator.spec.snapshot import FailedSave
 
 log = structlog.get_logger(__name__)
-
-_GIVE_AWAY, _TAKE_BACK = "give-away", "take-back"
-"""Kinds of the requests to give a model away, and to take it back."""
-_GIVE_AWAY_SECONDS = 600.0
-"""Time limit of such a request: the running request finishes, and the model is written."""
 
 
 class Pools:
@@ -64,7 +59,7 @@ class Pools:
     ) -> None:
         self._watched = watched
         self._cluster = cluster
-        self._head_saver = head_saver
+        self._requests = MoveRequests(head_saver)
         self._note = note
         self._enqueue = enqueue
         self._spares = spares
@@ -94,18 +89,19 @@ class Pools:
         """Return the facts about the pool of a model name."""
         now = datetime.now(UTC)
         heads = self._watched.ending_heads(model_name, now)
+        sessions = self._watched.sessions_of(model_name)
         return pool_facts(
             model_name,
             self._watched.offering(model_name),
-            self._watched.sessions_of(model_name),
+            sessions,
             deleting=self._deleting,
-            given_away=self._heads_that(_GIVE_AWAY, model_name),
-            taken_back=self._heads_that(_TAKE_BACK, model_name),
-            failed=self._failures(model_name),
+            given_away=self._requests.given_away(sessions),
+            taken_back=self._requests.taken_back(sessions),
+            failed=self._requests.failed(sessions),
             now=now,
             cordoned={
                 session["metadata"]["name"]
-                for session in self._watched.sessions_of(model_name)
+                for session in sessions
                 if is_of_pool(session)
                 and self._watched.must_leave(session["metadata"]["name"], self._cordoned)
             },
@@ -130,26 +126,6 @@ class Pools:
             return False
         facts = self.facts(session["spec"].get("baseModel", ""))
         return is_emptied(facts, plan_pool(facts).moves, cluster)
-
-    def _heads_that(self, did: str, model_name: str) -> set[tuple[str, str]]:
-        """Return the sessions whose models heads gave away, or took back, with the incarnation."""
-        return {
-            (session["metadata"]["name"], incarnation)
-            for session in self._watched.sessions_of(model_name)
-            for kind, incarnation in self._head_saver.completed(session["metadata"]["name"])
-            if kind == did
-        }
-
-    def _failures(self, model_name: str) -> dict[tuple[str, str], FailedSave]:
-        """Return the failures to give models away, by session and the head's incarnation."""
-        return {
-            (session["metadata"]["name"], incarnation): failure
-            for session in self._watched.sessions_of(model_name)
-            for (kind, incarnation), failure in self._head_saver.failed(
-                session["metadata"]["name"]
-            ).items()
-            if kind == _GIVE_AWAY
-        }
 
     def note_saved(self, session: str) -> None:
         """Record that a head has completed, or refused, a request for a session."""
@@ -231,14 +207,14 @@ class Pools:
                 self._queue.done(name)
 
     async def _maintain(self, model_name: str) -> None:
-        self._forget_arrived(model_name)
+        self._requests.forget_arrived(self._watched.sessions_of(model_name))
         facts = await self._measured_facts(model_name)
         plan = plan_pool(facts)
         self._ask_again(model_name, facts, plan)
         self._record(facts, self._waiting, plan.waiting)
         self._record(facts, self._held, plan.moves.held)
-        self._ask_heads(facts, GiveAway, plan.moves.ask)
-        self._ask_heads(facts, TakeBack, plan.moves.take_back)
+        self._requests.ask(facts, GiveAway, plan.moves.ask)
+        self._requests.ask(facts, TakeBack, plan.moves.take_back)
         placed = {**plan.places, **plan.moves.arrive}
         moved = {**plan.moves.start, **dict.fromkeys(plan.moves.cancel)}
         failures = [
@@ -294,41 +270,6 @@ class Pools:
                 known[member.name] = message
             if message != before:
                 self._enqueue(member.name)
-
-    def _forget_arrived(self, model_name: str) -> None:
-        """Forget what heads have given away, or taken back, in moves that have ended."""
-        for session in self._watched.sessions_of(model_name):
-            if labels.MOVING_TO not in session["metadata"].get("annotations", {}):
-                for kind in (_GIVE_AWAY, _TAKE_BACK):
-                    self._head_saver.discard(session["metadata"]["name"], kind)
-
-    def _ask_heads(
-        self, facts: PoolFacts, kind: type[GiveAway | TakeBack], sessions: Iterable[str]
-    ) -> None:
-        """Ask heads to give models away, or to take them back; one request for a model at a time.
-
-        Otherwise a head could give a model away after it was taken back.
-        """
-        clusters = {cluster.name: cluster for cluster in facts.clusters}
-        members = {member.name: member for member in facts.members}
-        for name in sessions:
-            member = members[name]
-            source = clusters[member.cluster or ""]
-            pending = {incarnation for _, incarnation in self._head_saver.pending(name)}
-            if source.incarnation in pending:
-                continue
-            if member.model_id and source.is_ready and source.endpoint and source.incarnation:
-                # What the head did before will not be true any more.
-                self._head_saver.discard(name, _GIVE_AWAY)
-                self._head_saver.discard(name, _TAKE_BACK)
-                request = kind(
-                    source.name,
-                    source.endpoint,
-                    source.incarnation,
-                    member.model_id,
-                    _GIVE_AWAY_SECONDS,
-                )
-                self._head_saver.submit(name, request)
 
     async def _place(self, session: str, cluster: str) -> KubernetesError | None:
         """Give a session a place; return the failure of an attempt."""

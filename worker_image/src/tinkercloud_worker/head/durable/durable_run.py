@@ -23,24 +23,18 @@ import structlog
 from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.journal_files import JournalManifest
-from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker import metrics
-from tinkercloud_worker.head.durable.journal_room import NoRoom
+from tinkercloud_worker.head.durable.journal_room import NoRoom, RoomShare
+from tinkercloud_worker.head.durable.run_copy import RunCopy
 from tinkercloud_worker.head.durable.snapshots import Abandoned, Snapshot, Snapshots
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.save_schedule import SavePoint, SnapshotSchedule
 from tinkercloud_worker.head.order.attempts import Attempts
 from tinkercloud_worker.head.order.journal_entries import JournalEntries
 from tinkercloud_worker.head.order.queue import QueuedRequest
-from tinkercloud_worker.head.wire.failed_results import (
-    Moved,
-    disk_failure,
-    error_message,
-    to_result,
-)
+from tinkercloud_worker.head.wire.failed_results import disk_failure
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
-from tinkercloud_worker.journal.shared_log import Fenced
 from tinkercloud_worker.journal.shipping import Shipping
 from tinkercloud_worker.journal.writer import JournalWriter
 
@@ -62,8 +56,11 @@ class LocalJournal:
     threads: ThreadPoolExecutor
     """Where files are written."""
     fsync: bool
-    on_failure: Callable[[Exception], None] = lambda _: None
-    """Called if writing fails. Nothing is written from then on, until another segment begins."""
+    share: RoomShare
+    """What the run has on the disk."""
+    on_failure: Callable[[str], None] = lambda _: None
+    """Called with the reason if writing fails. Nothing is written from then on, until another
+    segment begins."""
     _number: int = field(default=1, init=False)
     _bytes_before: int = field(default=0, init=False)
     """Bytes of the segments before the last one."""
@@ -79,8 +76,12 @@ class LocalJournal:
             number=self._number,
             next_index=next_index,
             fsync=self.fsync,
-            on_failure=lambda error: self.on_failure(error),  # noqa: PLW0108 - it may be set later
+            on_failure=self._failed,
         )
+
+    def _failed(self, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) else repr(error)
+        self.on_failure(f"the journal can't be written ({reason or error})")
 
     @property
     def num_bytes(self) -> int:
@@ -116,9 +117,10 @@ class LocalJournal:
             await self._in_thread(self._withdraw)
 
     async def clear(self) -> None:
-        """Delete all files."""
+        """Delete what the disk has of the run, which is of no use."""
         await self._in_thread(lambda: self.folder.clear_before(self._number + 1))
         self._bytes_before = 0
+        self.share.cleared()
 
     def withdraw(self) -> None:
         """Remove the manifest soon, so that no head continues from files that lack requests."""
@@ -156,16 +158,19 @@ class DurableRun:
             on_change: called when the run is degraded, and when it is durable again.
         """
         self._model, self._snapshots = model, snapshots
-        self.share = snapshots.share
+        self._name = str(model.model_id)
+        self.share = journal.share
         """What the run has on the disk."""
         self.share.give_way = self._give_way
         self._config, self._journal = config, journal
-        journal.on_failure = self._writing_failed
+        journal.on_failure = self.degrade
         self.attempts = attempts
         """The attempts to repeat its requests."""
         self._on_change = on_change
         is_wanted = model.spec.restore_from is not None
         self._schedule = SnapshotSchedule(config, model.spec.lora, is_wanted=is_wanted)
+        self.copy = RunCopy(snapshots, self._schedule, wait_for_store=config.wait_for_store)
+        """The copy of the run in the object store."""
         self._entries = JournalEntries()
         self._saving: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[None] | None = None
@@ -179,29 +184,17 @@ class DurableRun:
         """Why the run would not survive the end of this process; None if it would."""
         self._lacks_room: str | None = None
         """Why no snapshot fits on the disk; until the journal is full, the run survives a kill."""
-        self._shipping: Shipping | None = None
 
     @property
     def degraded(self) -> str | None:
         """Why the run is less safe than its level promises; None if it isn't."""
-        copied = self._shipping.failure if self._shipping is not None else None
-        return self.failure or self._lacks_room or copied
+        return self.failure or self._lacks_room or self.copy.failure
 
     def ship(self, shipping: Shipping) -> None:
         """Copy the journal to the object store from now on."""
-        self._shipping = shipping
+        self.copy.start(shipping)
         if self._journal.writer.last_index >= 0:
             shipping.require_snapshot("requests arrived before the checkpoint store was ready")
-
-    async def copy_snapshot(self, state: SuspendedManifest) -> None:
-        """Copy a state that the local disk has to the object store, before any request runs."""
-        if self._shipping is None:
-            return
-        self._shipping.begin_snapshot(0)
-        try:
-            await self._snapshots.copy(state, 0, self._shipping)
-        except WireError as error:
-            self._shipping.require_snapshot(error.message)
 
     def continue_after(self, number: int, index: int) -> None:
         """Continue a journal whose last segment and record have these numbers."""
@@ -218,8 +211,7 @@ class DurableRun:
         entry = self._entries.entry(queued, source.path)
         index = self._journal.writer.append(entry, source.body)
         self._entries.added(queued, index)
-        if self._shipping is not None:
-            self._shipping.append(Record(index, entry, source.body))
+        self.copy.append(Record(index, entry, source.body))
         if not self._journal.writer.has_failed:
             self.share.set_journal(self._journal.num_bytes)
         metrics.JOURNAL_BYTES.inc(len(source.body))
@@ -251,42 +243,25 @@ class DurableRun:
     async def accepted(self) -> None:
         """See `RequestLog.accepted`."""
         await self._journal.writer.written()
-        await self._shipped()
+        await self.copy.shipped()
 
     async def settled(self) -> None:
         """See `RequestLog.settled`; it also returns if the journal has failed."""
         durable = asyncio.Event()
         self._journal.writer.when_durable(self._journal.writer.last_index, durable.set)
         await durable.wait()
-        await self._shipped()
-
-    async def _shipped(self) -> None:
-        if self._shipping is None or not self._config.wait_for_store:
-            return
-        try:
-            await self._shipping.shipped()
-        except Fenced:
-            raise Moved(self._name) from None
+        await self.copy.shipped()
 
     async def check_owned(self) -> None:
         """See `RequestLog.check_owned`."""
-        if self._shipping is not None:
-            try:
-                await self._shipping.check_owned()
-            except Fenced:
-                raise Moved(self._name) from None
+        await self.copy.check_owned()
 
     def release(self, seq_id: int, finish: Callable[[], None]) -> None:
         """See `RequestLog.release`."""
         if self._entries.finished(seq_id) == "load":
             self._schedule.is_wanted = True
-        self._when_durable(self._entries.needed, finish)
-
-    def _when_durable(self, index: int, act: Callable[[], None]) -> None:
-        if self._shipping is not None and self._config.wait_for_store:
-            shipping, written = self._shipping, act
-            act = lambda: shipping.when_shipped(index, written)  # noqa: E731 - a continuation
-        self._journal.writer.when_durable(index, act)
+        needed = self._entries.needed
+        self._journal.writer.when_durable(needed, self.copy.continuation(needed, finish))
 
     def repeating(self, seq_id: int) -> AbstractAsyncContextManager[None]:
         """See `RequestLog.repeating`."""
@@ -319,7 +294,7 @@ class DurableRun:
         is_tried = self._schedule.failure is not None or self._saving is not None
         limit = 2 * self._config.max_journal_bytes
         if self.failure is None and is_tried and self._journal.num_bytes >= limit:
-            self._degrade(
+            self.degrade(
                 f"the journal has {self._journal.num_bytes} bytes (durability.max_journal_bytes is"
                 f" {self._config.max_journal_bytes}), and no snapshot could be written"
                 f" ({self._schedule.failure or 'the last one is not complete'})"
@@ -339,7 +314,7 @@ class DurableRun:
             return None
         return self._schedule.next_at(
             is_urgent=self.failure is not None or is_large,
-            needs_copy=self._shipping is not None and self._shipping.needs_snapshot,
+            needs_copy=self.copy.needs_snapshot,
             has_gradient=self._entries.has_gradient,
         )
 
@@ -359,15 +334,14 @@ class DurableRun:
             self._journal.begin_segment()
         self._schedule.is_wanted = False
         first_index = self._journal.writer.last_index + 1
-        if self._shipping is not None:
-            self._shipping.begin_snapshot(first_index)
+        self.copy.begin_snapshot(first_index)
         self._saving = asyncio.create_task(self._save(snapshot, first_index, point))
 
     async def _take(self) -> Snapshot:
         await self.settled()
         if self.failure is not None:
             # A full disk may have room for the snapshot then.
-            await self._delete_useless()
+            await self._journal.clear()
         self.share.check_snapshot()
         return await self._snapshots.take()
 
@@ -390,8 +364,7 @@ class DurableRun:
                 self._schedule.retry.succeeded()
             metrics.SNAPSHOTS.inc()
             metrics.SNAPSHOT_SECONDS.observe(time.monotonic() - began)
-            if self._shipping is not None:
-                await self._copy(manifest, first_index, self._shipping)
+            await self.copy.replace(manifest, first_index)
             self._schedule.rest(began, time.monotonic())
         finally:
             self._saving = None
@@ -406,33 +379,11 @@ class DurableRun:
             await self._journal.restore()
         self.share.committed()
         self.share.set_journal(0 if self._journal.writer.has_failed else self._journal.num_bytes)
-        self._end_failure()
+        if not self._journal.writer.has_failed and self.degraded is not None:
+            log.info("a run is durable again", model_id=self._name)
+            self.failure = self._lacks_room = None
+            self._on_change()
         return manifest
-
-    async def _copy(
-        self, manifest: SuspendedManifest, first_index: int, shipping: Shipping
-    ) -> None:
-        """Copy a snapshot; a failure delays no snapshot of the local disk."""
-        began = time.monotonic()
-        try:
-            await self._snapshots.copy(manifest, first_index, shipping)
-        except Exception as error:  # noqa: BLE001 - any failure leaves the run training
-            self._schedule.copy_failed(began, time.monotonic())
-            metrics.SNAPSHOT_FAILURES.inc()
-            log.warning(
-                "a snapshot could not be copied to the checkpoint store; it is tried again",
-                model_id=self._name,
-                reason=error_message(to_result(error)),
-            )
-        else:
-            self._schedule.copied()
-
-    def _end_failure(self) -> None:
-        if self._journal.writer.has_failed or self.degraded is None:
-            return
-        log.info("a run is durable again", model_id=self._name)
-        self.failure = self._lacks_room = None
-        self._on_change()
 
     def _snapshot_failed(self, error: Exception, began: float) -> None:
         """Record a failed attempt that began at a time."""
@@ -449,15 +400,8 @@ class DurableRun:
             reason=reason,
         )
 
-    def _writing_failed(self, error: Exception) -> None:
-        reason = error.strerror if isinstance(error, OSError) else repr(error)
-        self._degrade(f"the journal can't be written ({reason or error})")
-
-    def degrade(self, error: Exception) -> None:
-        """Continue without a journal, which could not be started, until a snapshot succeeds."""
-        self._degrade(f"the journal can't be started ({error})")
-
-    def _degrade(self, reason: str) -> None:
+    def degrade(self, reason: str) -> None:
+        """Continue without a journal until a snapshot succeeds."""
         if self._is_closed:
             return
         is_new, self.failure = self.failure is None, reason
@@ -476,7 +420,7 @@ class DurableRun:
 
     def _give_way(self, reason: str) -> None:
         if not self._is_closed:
-            self._degrade(reason)
+            self.degrade(reason)
             self._clearing = asyncio.create_task(self._clear())
 
     async def _clear(self) -> None:
@@ -484,29 +428,18 @@ class DurableRun:
             # Otherwise a snapshot has started that replaces the files.
             if self._journal.writer.has_failed and not self._is_closed:
                 with suppress(OSError):
-                    await self._delete_useless()
+                    await self._journal.clear()
             else:
                 self.share.is_leaving = False
-
-    async def _delete_useless(self) -> None:
-        """Delete what the disk has of a degraded run. `_files` must be held."""
-        await self._journal.clear()
-        self.share.cleared()
-
-    @property
-    def _name(self) -> str:
-        return str(self._model.model_id)
 
     async def closed(self) -> None:
         """Write nothing from now on, and return once nothing is being written."""
         saving = self._saving
         self._is_closed = True
         if saving is not None:
-            if self._shipping is not None:
-                self._shipping.close()
+            self.copy.close()
             await asyncio.wait({saving})
-        if self._shipping is not None:
-            await self._shipping.closed()
+        await self.copy.closed()
         self.close()
         if self._clearing is not None:
             await asyncio.wait({self._clearing})
@@ -516,8 +449,7 @@ class DurableRun:
         self._is_closed = True
         self._journal.writer.close()
         self.attempts.close()
-        if self._shipping is not None:
-            self._shipping.close()
+        self.copy.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._saving is not None:

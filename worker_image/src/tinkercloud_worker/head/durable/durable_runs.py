@@ -4,59 +4,34 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 
-from tinkercloud_protocol.heads import journal_files
 from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
 from tinkercloud_protocol.heads.durability_settings import DurabilityLevel
 from tinkercloud_protocol.heads.journal_copy import Base
 from tinkercloud_protocol.heads.journal_files import JournalManifest
-from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable, WireError
+from tinkercloud_protocol.wire.errors import Unavailable, WireError
 from tinkercloud_worker import metrics
-from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
+from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_run import DurableRun, LocalJournal
-from tinkercloud_worker.head.durable.journal_copies import LocalState, SharedJournals, check_fits
-from tinkercloud_worker.head.durable.journal_room import JournalRoom, num_bytes_in
+from tinkercloud_worker.head.durable.journal_copies import LocalState, SharedJournals
+from tinkercloud_worker.head.durable.journal_room import JournalRoom
+from tinkercloud_worker.head.durable.kept_journals import Kept, KeptJournals
 from tinkercloud_worker.head.durable.snapshots import Snapshots
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.order.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.journal.folder import JournalFolder
-from tinkercloud_worker.journal.records import HEADER_BYTES, Record
-from tinkercloud_worker.journal.shared_log import LogPlace
 from tinkercloud_worker.journal.shipping import Listeners
 
 log = structlog.get_logger(__name__)
 
 _THREADS = 8
 """Files that are written at the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What is on the disk of a run whose head has ended."""
-
-    manifest: JournalManifest
-    snapshot: SuspendedManifest | None
-    records: Sequence[Record]
-    last_segment: int
-    deaths: Mapping[int, int]
-    """See `Attempts.deaths`."""
-    place: LogPlace | None = None
-    """End of the copied journal, if it was read from there."""
-
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Bytes of the journal and of the snapshot."""
-        files = self.snapshot.files if self.snapshot is not None else {}
-        journal = sum(len(each.body) + HEADER_BYTES for each in self.records)
-        return journal, sum(file.size_bytes for file in files.values())
 
 
 class Durability:
@@ -66,7 +41,6 @@ class Durability:
         config = backend.config
         self._backend = backend
         self._suspension = suspension
-        self._root = Path(config.journal_dir) if config.journal_dir is not None else None
         self._config = config.durability
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="journal")
         self._runs: dict[str, DurableRun] = {}
@@ -78,59 +52,18 @@ class Durability:
         self.store = self._suspension.backend.store
         """Where the snapshots are."""
         self._room: JournalRoom | None = None
-        if self._root is not None:
-            self._room = JournalRoom(self._root, self._config)
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._count_kept(self._root, self._room)
-            self.store = CheckpointStore(open_store(self._root.absolute().as_uri()))
+        root = Path(config.journal_dir) if config.journal_dir is not None else None
+        if root is not None:
+            self._room = JournalRoom(root, self._config)
+            root.mkdir(parents=True, exist_ok=True)
+            self.store = CheckpointStore(open_store(root.absolute().as_uri()))
         self._shared: SharedJournals | None = None
         if self.level == "remote":
             self._shared = SharedJournals(config.checkpoint_root, config.generation, self._config)
-
-    def _count_kept(self, root: Path, room: JournalRoom) -> None:
-        """Count what an earlier head has left of runs, until this head continues them.
-
-        What no head can continue is deleted.
-        """
-        if room.max_bytes is None:
-            return
-        journal_files.delete_withdrawn(root)
-        try:
-            for manifest in self.on_disk():
-                folder = journal_files.run_folder(root, manifest.run_id)
-                room.share(manifest.run_id, manifest.spec.owner).found(num_bytes_in(folder), 0)
-        except OSError as error:
-            log.warning("the folder of journals can't be read", reason=str(error))
-
-    def on_disk(self, only: str = "") -> list[JournalManifest]:
-        """Return the manifests of all local journals that are not damaged, or of one run's. Blocks.
-
-        Raises:
-            OSError: the disk can't be read.
-        """
-        found = []
-        if self._root is None:
-            return []
-        for run_id in journal_files.run_ids(self._root):
-            try:
-                if only in {"", run_id}:
-                    found.append(journal_files.read_manifest(self._root, run_id))
-            except InvalidRequest as error:
-                log.error(  # noqa: TRY400 - nothing is wrong here
-                    "the journal of a run on the disk is damaged", reason=error.message
-                )
-        return [manifest for manifest in found if manifest is not None]
-
-    async def is_replaced(self, manifest: JournalManifest) -> bool:
-        """Return whether another head is known to have continued a run from a copied journal.
-
-        Args:
-            manifest: of the local journal.
-
-        Raises:
-            StoreFailed: the store does not respond.
-        """
-        return self._shared is not None and await self._shared.is_replaced(manifest)
+        self.kept = KeptJournals(root, self.store, self._shared)
+        """What earlier heads have left."""
+        if self._room is not None:
+            self.kept.count(self._room)
 
     def of(self, name: str) -> DurableRun | None:
         """Return the journal of a model; None if it has none."""
@@ -161,7 +94,7 @@ class Durability:
     @property
     def level(self) -> DurabilityLevel:
         """What should survive the end of this process."""
-        return self._config.level if self._root is not None else "none"
+        return self._config.level if self._room is not None else "none"
 
     def close(self) -> None:
         """Write nothing from now on."""
@@ -194,7 +127,7 @@ class Durability:
         """
         if self.level == "none":
             return
-        name, folder = str(model.model_id), self._folder(str(model.model_id))
+        name, folder = str(model.model_id), self.kept.folder(str(model.model_id))
         own = self._backend.config.generation
         manifest = JournalManifest(
             run_id=name,
@@ -211,7 +144,7 @@ class Durability:
                 await prepare()
             await asyncio.to_thread(folder.write_manifest, manifest)
         except (OSError, WireError) as error:
-            run.degrade(error)
+            run.degrade(f"the journal can't be started ({error})")
         if self._shared is not None and self._runs.get(name) is run:
             shipping = await self._shared.start(manifest, base, self._listeners(model))
             if self._runs.get(name) is run:
@@ -248,81 +181,7 @@ class Durability:
         await self._begin(model, None, state.lineage, copy_state)
         run = self.of(name)
         if run is not None and run.failure is None:
-            await run.copy_snapshot(state)
-
-    async def find(self, run_id: str, spec: ModelSpec) -> Kept | None:
-        """Return what is kept of a run that the head of `spec.resume_generation` had, or None.
-
-        Raises:
-            StateLost: it is the journal of another model.
-            DamagedJournal: its journal is damaged, and there is no copy.
-            InvalidRequest: its manifest or that of its snapshot is damaged, and there is no copy.
-            Unavailable: the local disk can't be read, and there is no copy.
-        """
-        if self._root is None:
-            return None
-        try:
-            kept = await self._read(run_id, spec, None)
-        except (InvalidRequest, OSError) as error:
-            reason = error.message if isinstance(error, InvalidRequest) else str(error)
-            if (copy := await self.find_copy(run_id, spec, reason)) is not None:
-                return copy
-            if isinstance(error, InvalidRequest):
-                raise
-            raise Unavailable(
-                f"training run {run_id} can't be continued: its journal can't be read ({error});"
-                " repair the disk, then send the request again"
-            ) from None
-        if self._shared is None:
-            return kept
-        if kept is not None:
-            local = LocalState(kept.snapshot, kept.records)
-            if not await self._shared.is_ahead(kept.manifest, local):
-                return kept
-        folder = self._folder(run_id)
-        try:
-            place = await self._shared.fetch(run_id, spec, folder, self.store)
-        except StoreFailed:
-            if kept is None or not await asyncio.to_thread(folder.exists):
-                raise
-            # The store can be read, but not written.
-            return kept
-        return await self._read(run_id, spec, place) if place is not None else kept
-
-    async def find_copy(self, run_id: str, spec: ModelSpec, reason: str) -> Kept | None:
-        """Replace what the disk has of a run by the copy in the object store, if there is one.
-
-        Args:
-            run_id: the run.
-            spec: as for `find`.
-            reason: why the disk is of no use, for the log.
-
-        Raises:
-            WireError: the copy is not that of this model, is damaged, or can't be read or written.
-        """
-        if self._shared is None:
-            return None
-        place = await self._shared.fetch(run_id, spec, self._folder(run_id), self.store)
-        if place is None:
-            return None
-        log.warning(
-            "a run continues from the checkpoint store, since its disk can't be read",
-            model_id=run_id,
-            reason=reason,
-        )
-        return await self._read(run_id, spec, place)
-
-    async def _read(self, run_id: str, spec: ModelSpec, place: LogPlace | None) -> Kept | None:
-        """Return the local journal of a run that the specification continues, or None."""
-        folder = self._folder(run_id)
-        manifest = await asyncio.to_thread(folder.manifest)
-        if manifest is None or spec.resume_generation not in manifest.generations:
-            return None
-        check_fits(manifest, spec)
-        records = await asyncio.to_thread(folder.read)
-        snapshot = await self.store.find_suspended(run_id)
-        deaths = await asyncio.to_thread(folder.deaths)
-        return Kept(manifest, snapshot, records, max(folder.numbers(), default=0), deaths, place)
+            await run.copy.begin_with(state)
 
     async def take_over(self, model: LiveModel, kept: Kept) -> None:
         """Continue a kept journal in this head, before the model's requests run.
@@ -335,7 +194,7 @@ class Durability:
         if self._shared is not None and kept.place is None:
             generations = await self._shared.generations(kept.manifest.run_id, generations)
         manifest = kept.manifest.model_copy(update={"generations": [*generations, own]})
-        folder = self._folder(str(model.model_id))
+        folder = self.kept.folder(str(model.model_id))
         await self.store.keep_suspended(kept.manifest.run_id, kept.snapshot)
         try:
             await asyncio.to_thread(folder.write_manifest, manifest)
@@ -379,7 +238,7 @@ class Durability:
             run.share.abandon()
         await self.leave(run_id)
         if self._room is not None:
-            folder = self._folder(run_id)
+            folder = self.kept.folder(run_id)
             try:
                 await asyncio.to_thread(folder.delete)
             except OSError as error:
@@ -398,7 +257,7 @@ class Durability:
         earlier = self._runs.pop(name, None)
         run = DurableRun(
             model,
-            LocalJournal(folder, manifest, self._threads, fsync=self._config.fsync),
+            LocalJournal(folder, manifest, self._threads, self._config.fsync, share),
             snapshots,
             config=self._config,
             attempts=Attempts(folder, self._threads, self._turns),
@@ -420,7 +279,3 @@ class Durability:
             self._changed()
 
         return Listeners(on_change, lambda: self.on_taken_over(name))
-
-    def _folder(self, run_id: str) -> JournalFolder:
-        assert self._root is not None  # noqa: S101 - only called if there is one
-        return JournalFolder(self._root, run_id)

@@ -19,7 +19,8 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record
 from tinkercloud_worker.journal.shared_log import Ends, Fenced, LogPlace, SharedLog
-from tinkercloud_worker.journal.shipping import Listeners, Shipping, WaitingRoom
+from tinkercloud_worker.journal.shipping import Listeners, Shipping
+from tinkercloud_worker.journal.waiting_records import WaitingRoom
 
 log = structlog.get_logger(__name__)
 

@@ -64,7 +64,7 @@ class KeptRuns:
         if only and not self._is_waiting(only):
             return []
         try:
-            found = await asyncio.to_thread(self._durability.on_disk, only)
+            found = await asyncio.to_thread(self._durability.kept.on_disk, only)
         except OSError as error:
             raise Unavailable(
                 f"whether there are more runs on the local disk can't be determined: it can't be"
@@ -110,7 +110,7 @@ class KeptRuns:
         stored = await self._store.find_suspended(manifest.run_id)
         if stored is not None and stored.continues_from(manifest.generations[-1]):
             return True
-        return await self._durability.is_replaced(manifest)
+        return await self._durability.kept.is_replaced(manifest)
 
     async def load_all(self, only: str = "") -> WireError | None:
         """Continue all of these runs, or one; return the first reason why one can't be now.

@@ -14,8 +14,9 @@ from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
-from tinkercloud_worker.head.durable.durable_runs import Durability, Kept
+from tinkercloud_worker.head.durable.durable_runs import Durability
 from tinkercloud_worker.head.durable.journal_replay import mark_read, published_sessions, repeated
+from tinkercloud_worker.head.durable.kept_journals import Kept
 from tinkercloud_worker.head.durable.suspension import StoredState, Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model
 from tinkercloud_worker.head.order.attempts import EndsHeads
@@ -52,7 +53,7 @@ class Recovery:
         manifest = await store.find_suspended(str(model_id))
         if manifest is not None and manifest.continues_from(generation):
             return await self.resume(model_id, spec, manifest, accept)
-        kept = await self.durability.find(str(model_id), spec)
+        kept = await self.durability.kept.find(str(model_id), spec)
         if kept is None:
             raise StateLost(
                 f"the last head of training run {model_id} did not suspend it, and left no journal"
@@ -63,7 +64,7 @@ class Recovery:
             # A file of its snapshot is damaged.
             copy = None
             if kept.place is None:
-                copy = await self.durability.find_copy(str(model_id), spec, error.message)
+                copy = await self.durability.kept.find_copy(str(model_id), spec, error.message)
             if copy is None:
                 raise
             kept = copy

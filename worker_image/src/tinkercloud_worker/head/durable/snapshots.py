@@ -69,7 +69,7 @@ class Snapshots:
         operations, lost, gradient = self.model.operations, None, None
         if not self.model.queue.snapshot().has_dirty_gradient:
             try:
-                gradient = await operations.export_gradient()
+                gradient = await operations.engine.export_gradient()
             except GradientLost as error:
                 lost = error.message
         writer = self.suspension.writer(self.model, self.store)
@@ -96,7 +96,7 @@ class Snapshots:
         operations, backend = self.model.operations, self.suspension.backend
         if self.model.spec.lora is not None:
             writer.stage = self.share.stage
-            take = await operations.begin_export()
+            take = await operations.engine.begin_export()
             return lambda: formats.encode_state(take(), backend.config.model.name)
         name, limit = str(self.model.model_id), backend.config.limits.max_sampler_bytes
         published = self.suspension.samplers.of_model(self.model.model_id)
@@ -108,7 +108,9 @@ class Snapshots:
             formats.write_whole_state(state, writer.write)
             return {}
 
-        return await operations.run_lightweight(lambda: backend.trainer.begin_reading(name, write))
+        return await operations.engine.run_lightweight(
+            lambda: backend.trainer.begin_reading(name, write)
+        )
 
     async def write(self, snapshot: Snapshot) -> SuspendedManifest:
         """Write a snapshot, which replaces the previous one; return its manifest.
@@ -145,7 +147,7 @@ class Snapshots:
             snapshot.published, self.model.model_id, writer, limit
         )
         # Some may have been evicted while the snapshot was taken, or since.
-        evicted = suspension.samplers.stored_of(snapshot.sessions)
+        evicted = suspension.samplers.evicted.find(snapshot.sessions)
         head = snapshot.head.model_copy(update={"samplers": samplers, "evicted": evicted})
         await writer.put(HEAD_STATE, head.model_dump_json().encode())
         await writer.synchronize()

@@ -137,7 +137,7 @@ class Suspension:
         samplers = await self.write_samplers(published, model.model_id, writer, limit)
         sessions = {session for sampler in published for session in sampler.sessions}
         written = {session for sampler in samplers for session in sampler.sessions}
-        stored = {each.session for each in self.samplers.stored_of(sessions)}
+        stored = {each.session for each in self.samplers.evicted.find(sessions)}
         if missing := sessions - written - stored:
             raise SamplersLeftBehind(f"the weights of {sorted(missing)} could not be written")
         return await self._write_rest(model, unfinished, samplers, writer)
@@ -208,7 +208,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
-            evicted=self.samplers.stored_of(self.samplers.snapshots_of_model(model.model_id)),
+            evicted=self.samplers.evicted.find(self.samplers.snapshots_of_model(model.model_id)),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
@@ -354,9 +354,11 @@ class Suspension:
             return
         await model.operations.restore(await self._read_state(stored))
         if head.gradient_lost is not None:
-            model.operations.mark_gradient_lost(head.gradient_lost)
+            model.operations.engine.gradient_lost = head.gradient_lost
         if GRADIENT in stored.manifest.files:
-            await model.operations.restore_gradient(await self._read_tensors(stored, GRADIENT))
+            await model.operations.engine.restore_gradient(
+                await self._read_tensors(stored, GRADIENT)
+            )
 
     async def _read_state(self, stored: StoredState) -> TrainingState:
         manifest = stored.manifest
@@ -426,11 +428,11 @@ async def _write_training(model: LiveModel, base_model: str, writer: StateWriter
     if operations.refused is not None:
         return None
     await writer.put_state(
-        partial(formats.encode_state, await operations.export_state(), base_model)
+        partial(formats.encode_state, await operations.engine.export_state(), base_model)
     )
     if not model.queue.snapshot().has_dirty_gradient:
         try:
-            gradient = await operations.export_gradient()
+            gradient = await operations.engine.export_gradient()
         except GradientLost as error:
             return error.message
         if gradient is not None:

@@ -55,7 +55,7 @@ class Autosaver:
         if self._saving is not None and self._saving[0] is model:
             # Not cancelled: the store may complete a write whose caller has left.
             await asyncio.wait({self._saving[1]})
-        if not model.operations.is_lost:
+        if not model.operations.engine.is_lost:
             await model.operations.checkpoints.remove_autosaves()
 
     async def save_last(self, only: str = "") -> list[str]:

@@ -59,7 +59,44 @@ class LiveModel:
             spec = spec.model_copy(update={"resume_generation": self.spec.resume_generation})
         return self.spec == spec
 
-    def operation_of(self, received: Received) -> Operation:
+    def submit(
+        self, received: Received, key: str | None, of_owner: Iterable["LiveModel"], results: Results
+    ) -> str:
+        """Queue a request; return its id. An unreadable one fails in its place.
+
+        Args:
+            received: the request; one without a number is given the next free one.
+            key: the idempotency key of a request without a number.
+            of_owner: all models of the owner, who has one limit for what they queue.
+            results: the results of the head.
+
+        Raises:
+            InvalidRequest: its number or key can't be used.
+            Overloaded: the queue is full, or too many results have not been retrieved.
+        """
+        others = [each.queue.sequencer for each in of_owner if each is not self]
+        elsewhere = sum(each.queued_bytes for each in others)
+        if received.is_numbered:
+            return self._enqueue(received, elsewhere, results)
+        seq_id = self.given_numbers.number(key, received.digest)
+        self.queue.log.record_key(seq_id, key)
+        try:
+            request_id = self._enqueue(received.numbered(seq_id), elsewhere, results)
+        except BaseException:
+            # Another request may get this number.
+            self.queue.log.record_key(seq_id, None)
+            raise
+        self.given_numbers.record(seq_id, key)
+        return request_id
+
+    def _enqueue(self, received: Received, elsewhere: int, results: Results) -> str:
+        seq_id = received.place.seq_id
+        if isinstance(received.content, ForwardBackwardRequest):
+            results.check_room(self.queue.request_id(seq_id), self.spec.owner)
+        operation = self._operation_of(received)
+        return self.queue.submit(seq_id, received.digest, received.size, operation, elsewhere)
+
+    def _operation_of(self, received: Received) -> Operation:
         """Return the operation of a received request; that of an unreadable one fails."""
         if isinstance(received.content, WireError):
             return refusal(received.content, role_of_unread(received.path))
@@ -102,7 +139,7 @@ class LiveModel:
     def why_waiting(self, seq_id: int) -> tuple[QueueState, str | None]:
         """Return why a request has no result yet, in the SDK's terms and in words."""
         state, reason = self.queue.why_waiting(seq_id)
-        return state, reason or self.operations.why_waiting()
+        return state, reason or self.operations.engine.why_waiting()
 
     def next_request(self) -> tuple[RunQueueState, str | None]:
         """Return what the next request waits for, and why, if that is known."""
@@ -113,7 +150,7 @@ class LiveModel:
         if state == "paused_rate_limit":
             return "paused_rate_limit", reason
         if not sequencer.is_stuck:
-            reason = self.operations.why_waiting()
+            reason = self.operations.engine.why_waiting()
         return ("running" if reason is None else "waiting"), reason
 
     async def quiesce(self) -> None:
@@ -162,7 +199,7 @@ def new_model(
         drop_gradient=operations.drop_gradient,
         token_limits=backend.token_limits,
     )
-    operations.is_followed = lambda: queue.is_followed
+    operations.engine.is_followed = lambda: queue.is_followed
     samplers.current.add(str(model_id), operations, queue.run_after_accepted)
     given_numbers = GivenNumbers(queue.sequencer)
     return LiveModel(model_id, spec, operations, queue, given_numbers, backend.spans, lineage=[])

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -10,7 +10,7 @@ from typing import TypeVar
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
-from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.requests.training_requests import (
     LoadWeightsRequest,
@@ -20,7 +20,7 @@ from tinkercloud_protocol.requests.training_requests import (
     SaveWeightsRequest,
 )
 from tinkercloud_protocol.wire import future_responses
-from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
+from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
@@ -28,18 +28,12 @@ from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.trainer import (
-    Gradient,
-    GradientLost,
-    OptimizerStep,
     Publication,
-    TrainingPass,
     TrainingState,
 )
-from tinkercloud_worker.engine.turns.engine_thread import Unshared
-from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
 from tinkercloud_worker.head.backend import Backend, random_seed
-from tinkercloud_worker.head.model import exports
+from tinkercloud_worker.head.model.engine_model import EngineModel
 from tinkercloud_worker.head.model.model_checkpoints import ModelCheckpoints
 from tinkercloud_worker.head.model.preparation import encode_output, is_small
 from tinkercloud_worker.head.model.save_schedule import SavePoint, SaveSchedule
@@ -50,10 +44,6 @@ from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
 """Why a new model accepts no requests (`Operations.refused`)."""
-
-_STEP_TOKENS = 8
-"""Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
-8B model computes in the time of a step of rank 32."""
 
 _REPEATED_LOSS_ALLOWANCE = 5.0
 """How much longer than the limits a custom loss may take that a journal repeats: it succeeded in
@@ -83,19 +73,14 @@ class Operations:
         """When the head saves the model by itself; it counts steps and loads."""
         self.on_change: Callable[[], None] = _do_nothing
         """Called after each change that the schedule counts."""
-        self.is_followed: Callable[[], bool] = lambda: False
-        """Says whether a request has arrived that computes as soon as the running one has ended
-        (`ModelQueue.is_followed`). May be called on any thread."""
+        self.engine = EngineModel(self._name, spec.owner, backend, self._engine_lost)
+        """The model in the engine."""
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
         self.initial_seed = random_seed() if spec.lora is None else _seed_of(spec.lora)
         """Seed of the adapter's initial weights, so that it can be created again."""
         self._refused: str | None = NOT_CREATED
-        self._gradient_lost: str | None = None
-        """How the gradient was lost; None once a request has reported it."""
-        self.is_lost = False
-        """Whether the engine has lost the model."""
         self.repeated_until = -1
         """Number of the last request that a journal repeats: the head that first ran these has
         counted their tokens."""
@@ -115,7 +100,7 @@ class Operations:
                     f"{spec.restore_from} holds a fully fine-tuned model, not a LoRA adapter"
                 )
         lora = None if spec.lora is None else replace(spec.lora, seed=self.initial_seed)
-        await self._on_thread(lambda: self._backend.trainer.add_model(self._name, lora))
+        await self.engine.run(lambda: self._backend.trainer.add_model(self._name, lora))
         if saved is not None:
             await self._import_first(saved)
         self._refused = None
@@ -132,7 +117,7 @@ class Operations:
     async def _compute_batch(self, request: ForwardBackwardRequest) -> Result:
         self._check_alive()
         if not request.forward_only:
-            self._report_lost_gradient()
+            self.engine.report_lost_gradient()
         runs_here, job = is_small(request), await self._preparation(request)
         images = self._backend.image_work
         batch = job() if runs_here else await images.run(len(request.images), job)
@@ -142,12 +127,7 @@ class Operations:
         is_new = request.seq_id > self.repeated_until
         if is_new:
             self._backend.token_limits.spend(self._spec.owner, batch.num_tokens)
-        share = self._share(batch.num_tokens)
-        batcher = self._backend.trainer.batcher
-        if self._backend.config.durability.exact:
-            batcher = Unshared(batcher)
-        queued = self._backend.thread.run_batched(batcher, TrainingPass(self._name, batch), share)
-        output = await self._unless_lost(queued)
+        output = await self.engine.run_pass(batch)
         tokens = batch.num_tokens
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
@@ -169,24 +149,15 @@ class Operations:
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
         self._check_alive()
-        self._report_lost_gradient()
+        self.engine.report_lost_gradient()
         params = request.adam()
         self.num_changes += 1
         try:
-            metrics = await self._step(params)
+            metrics = await self.engine.step(params)
         finally:
             self._count_change()
         self._steps = int(metrics["step"])
         return future_responses.finished({"metrics": dict(metrics)})
-
-    async def _step(self, params: AdamParams) -> Mapping[str, float]:
-        share = self._share(_STEP_TOKENS, continues=True)
-        step = OptimizerStep(self._name, params)
-        queued = self._backend.thread.run_batched(self._backend.trainer.stepper, step, share)
-        return await self._unless_lost(queued)
-
-    def _share(self, tokens: int, *, continues: bool = False) -> Share:
-        return Share(self._spec.owner, self._name, tokens, continues, self.is_followed)
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
         """Write a training checkpoint, including any gradient not yet applied.
@@ -203,7 +174,7 @@ class Operations:
             return _saved(repeated)
         point = self.schedule.begin(time.monotonic())
         # State and gradient are consistent: no other request of this model runs meanwhile.
-        state, gradient = await self.export_state(), await self.export_gradient()
+        state, gradient = await self.engine.export_state(), await self.engine.export_gradient()
         manifest = self.checkpoints.manifest(
             path, state.step, request.ttl_seconds, request.user_metadata, request.seq_id
         )
@@ -226,7 +197,7 @@ class Operations:
         path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
         if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
             return _saved(repeated)
-        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        weights = await self.engine.snapshot()
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
         )
@@ -240,7 +211,7 @@ class Operations:
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
         if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
             return _saved(repeated)
-        weights = await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        weights = await self.engine.snapshot()
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, seq_id=request.seq_id
         )
@@ -268,8 +239,7 @@ class Operations:
             InvalidRequest: the model accepts no requests.
         """
         self._check_alive()
-        begin = partial(self._backend.trainer.publication, self._name)
-        return await exports.completed(lambda: self.run_lightweight(begin), exports.stored)
+        return await self.engine.publication()
 
     async def load_weights(self, request: LoadWeightsRequest) -> Result:
         """Replace the weights by a checkpoint's; reset or replace optimizer state and gradient."""
@@ -290,7 +260,7 @@ class Operations:
         """
         point = self.schedule.begin(time.monotonic())
         written = await self.checkpoints.write_state(
-            await self.export_state(), lambda step: f"last-step-{step:06d}", overwrite=True
+            await self.engine.export_state(), lambda step: f"last-step-{step:06d}", overwrite=True
         )
         self.schedule.saved(point)
         await self.checkpoints.remove_autosaves()
@@ -311,7 +281,7 @@ class Operations:
             await self.checkpoints.begin(path, None)
         point = self.schedule.begin(time.monotonic())
         written = await self.checkpoints.write_state(
-            await self.export_state(),
+            await self.engine.export_state(),
             lambda step: name or f"saved-step-{step:06d}",
             overwrite=name is None,
         )
@@ -321,7 +291,7 @@ class Operations:
     async def autosave(self) -> None:
         """Write a checkpoint with the state of `save_last`, and delete all but the latest two."""
         point = self.schedule.begin(time.monotonic())
-        await self.checkpoints.write_autosave(await self.export_state())
+        await self.checkpoints.write_autosave(await self.engine.export_state())
         self.schedule.saved(point)
 
     def _count_change(self) -> None:
@@ -338,24 +308,6 @@ class Operations:
         """Why the model accepts no requests; None if it accepts them."""
         return self._refused
 
-    async def export_state(self) -> TrainingState:
-        """Return the training state without the gradient."""
-        return await exports.completed(self.begin_export, asyncio.to_thread)
-
-    async def begin_export(self) -> Callable[[], TrainingState]:
-        """See `Trainer.begin_export`."""
-        return await self.run_lightweight(partial(self._backend.trainer.begin_export, self._name))
-
-    async def export_gradient(self) -> Gradient | None:
-        """Return the gradient, if there is one.
-
-        Raises:
-            GradientLost: the gradient was lost, and no request has reported it.
-        """
-        if self._gradient_lost is not None:
-            raise GradientLost(self._gradient_lost)
-        return await self.run_lightweight(lambda: self._backend.trainer.export_gradient(self._name))
-
     async def restore(self, state: TrainingState) -> None:
         """Create the model from an exported state, without a gradient.
 
@@ -368,21 +320,9 @@ class Operations:
             trainer.add_model(self._name, self._spec.lora)
             trainer.import_state(self._name, state)
 
-        await self._on_thread(restore)
+        await self.engine.run(restore)
         self._steps = state.step
         self._refused = None
-
-    async def restore_gradient(self, gradient: Gradient) -> None:
-        """Restore the exported gradient.
-
-        Raises:
-            InvalidRequest: it does not match the model's configuration.
-        """
-        await self._on_thread(lambda: self._backend.trainer.import_gradient(self._name, gradient))
-
-    def mark_gradient_lost(self, reason: str) -> None:
-        """Record how the gradient was lost; the next request that uses it fails with that."""
-        self._gradient_lost = reason
 
     def refuse(self, reason: str) -> None:
         """Accept no requests from now on, with this reason."""
@@ -390,68 +330,42 @@ class Operations:
 
     async def drop_gradient(self) -> None:
         """Drop the accumulated gradient."""
-        self._gradient_lost = None
+        self.engine.gradient_lost = None
         if self._refused is None:
-            await self.run_lightweight(lambda: self._backend.trainer.discard_gradient(self._name))
+            await self.engine.run_lightweight(
+                lambda: self._backend.trainer.discard_gradient(self._name)
+            )
 
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
-        await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+        await self.engine.remove()
         await self._samplers.retire_model(self._model_id)
+
+    def _engine_lost(self) -> str | None:
+        """Save nothing more of a model that the engine has lost; return what to resume from."""
+        self.schedule.end()
+        return self.checkpoints.to_resume_from()
 
     def _check_alive(self) -> None:
         if self._refused is not None:
             raise InvalidRequest(f"model {self._name}: {self._refused}")
-
-    async def _on_thread(self, job: Callable[[], None]) -> None:
-        await self._unless_lost(self._backend.thread.run(lambda _: job()))
-
-    def why_waiting(self) -> str | None:
-        """Return how much is computed before the running request; None if it does not wait."""
-        return self._backend.thread.why_waiting(self._spec.owner, self._name)
-
-    async def run_lightweight(self, job: Callable[[], T]) -> T:
-        """Run a lightweight job on the engine's thread.
-
-        Raises:
-            StateLost: the engine has lost the model; the message says what to resume from.
-        """
-        return await self._unless_lost(self._backend.thread.run_lightweight(job))
-
-    async def _unless_lost(self, result: Awaitable[T]) -> T:
-        try:
-            return await result
-        except StateLost as error:
-            self.is_lost = True
-            self.schedule.end()
-            path = self.checkpoints.to_resume_from()
-            if path is None:
-                raise
-            raise StateLost(
-                f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
-            ) from error
-
-    def _report_lost_gradient(self) -> None:
-        reason, self._gradient_lost = self._gradient_lost, None
-        if reason is not None:
-            raise GradientLost(reason)
 
     async def _import_first(self, saved: SavedModel) -> None:
         """Import a checkpoint into a new model; free the model's memory if that fails."""
         try:
             await self._import(saved)
         except Exception:
-            await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+            await self.engine.remove()
             raise
 
     async def _import(self, saved: SavedModel) -> None:
         self.num_changes += 1
-        await self._on_thread(lambda: self._backend.trainer.import_state(self._name, saved.state))
+        await self.engine.run(lambda: self._backend.trainer.import_state(self._name, saved.state))
         self._steps = saved.state.step
-        self._gradient_lost = None
+        self.engine.gradient_lost = None
         if saved.gradient is not None:
-            await self.restore_gradient(saved.gradient)
+            await self.engine.restore_gradient(saved.gradient)
 
 
 def _check_supported(spec: ModelSpec, max_lora_rank: int) -> None:

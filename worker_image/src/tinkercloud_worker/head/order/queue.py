@@ -8,7 +8,6 @@ Rules beyond order:
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
@@ -20,13 +19,13 @@ from tinkercloud_protocol.wire.errors import (
     InvalidRequest,
     Overloaded,
     StateLost,
-    Unavailable,
     WireError,
 )
 from tinkercloud_protocol.wire.future_responses import Result, failed, failed_with
 from tinkercloud_protocol.wire.ids import ModelId, RequestId
 from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.engine.trainer import GradientLost
+from tinkercloud_worker.head.order.awaited_request import AwaitedRequest
 from tinkercloud_worker.head.order.between_requests import WorkBetween
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.request_log import NoLog, RequestLog
@@ -139,6 +138,12 @@ class FailedStep:
         """Record that a request of the current step failed; the first failure counts."""
         self.failure = self.failure or (request_id, message)
 
+    def known_to(self, results: Results) -> str | None:
+        """Return the failed request of the current step if its client has read the failure."""
+        if self.failure is None or not results.was_read(self.failure[0]):
+            return None
+        return self.failure[0]
+
     def check(self, queued: QueuedRequest) -> None:
         """Check that a request is not part of a step that has failed.
 
@@ -162,7 +167,18 @@ class FailedStep:
             " dropped and the weights are unchanged. Send the step's data again, then optim_step"
         )
 
-    async def invalidate_gradient(self, request_id: str) -> None:
+    async def failed(self, request_id: str, role: Role, error: Exception) -> Result:
+        """Do what the failure of a request that has run requires; return its result."""
+        result = to_result(error)
+        if role == "gradient":
+            self.note(request_id, error_message(result))
+            await self._invalidate_gradient(request_id)
+        elif role == "step" and not isinstance(error, _GRADIENT_UNCHANGED_OR_REPORTED):
+            await self._invalidate_gradient(request_id)
+            result = with_advice(result)
+        return result
+
+    async def _invalidate_gradient(self, request_id: str) -> None:
         """Drop the gradient, if possible at once, because of a failed request."""
         self.gradient_is_dirty = True
         try:
@@ -198,19 +214,16 @@ class ModelQueue:
         self._model_id = model_id
         self._results = results
         self._owner = owner
-        self._gap_seconds = gap_seconds
+        self._awaited = AwaitedRequest(gap_seconds, self._gap_timed_out)
         self._step = FailedStep(drop_gradient)
         self._token_limits = token_limits or TokenLimits()
         self.sequencer = Sequencer(max_queued_bytes, next_seq_id=0)
         self._queued: dict[int, QueuedRequest] = {}
         self._repeated: set[int] = set()
         """Numbers of requests that another head had accepted, and that have not run here."""
-        self._unnumbered: deque[WorkBetween] = deque()
+        self._unnumbered = WorkBetween()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
-        self._gap_timer: asyncio.TimerHandle | None = None
-        self._missing: int | None = None
-        """The missing number that the timer is for."""
         self._is_paused = False
         self._is_attaching = False
         """Whether another client is about to continue the order."""
@@ -249,10 +262,7 @@ class ModelQueue:
             # The SDK sends the first chunk of a call once all others were accepted.
             operation, size = refusal(too_much(error), operation.role), 0
             self.sequencer.admit(seq_id, digest, size)
-        acknowledged = None
-        if self._step.failure is not None and self._results.was_read(self._step.failure[0]):
-            acknowledged = self._step.failure[0]
-        queued = QueuedRequest(seq_id, operation, digest, size, acknowledged)
+        queued = QueuedRequest(seq_id, operation, digest, size, self._step.known_to(self._results))
         self.log.append(queued)
         self._enter(queued)
         return request_id
@@ -275,8 +285,7 @@ class ModelQueue:
         return await self._run_before(self.sequencer.first_missing, work)
 
     async def _run_before(self, seq_id: int, work: Callable[[], Awaitable[T]]) -> T:
-        outcome: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._unnumbered.append(WorkBetween(seq_id, work, outcome))
+        outcome = self._unnumbered.add(seq_id, work)
         self._idle.clear()
         self._arrived.set()
         return await outcome
@@ -292,7 +301,7 @@ class ModelQueue:
     async def pause(self) -> None:
         """Start no request except the model's creation; return once none is running."""
         self.hold()
-        self._watch_gap()
+        self._awaited.watch(None)
         await self._idle.wait()
 
     def unpause(self) -> None:
@@ -385,10 +394,7 @@ class ModelQueue:
         if seq_id not in self._queued:
             return "active", None
         if sequencer.is_stuck:
-            reason = (
-                f"waiting up to {self._gap_seconds:.0f} s for request {name}, which has not arrived"
-            )
-            return "active", f"{reason}; requests run in the order of their seq_id"
+            return "active", self._awaited.why_waiting(name)
         return (
             "active",
             f"{seq_id - sequencer.next_seq_id} earlier requests of this model run first",
@@ -419,40 +425,32 @@ class ModelQueue:
         """Stop; requests that have not run fail with this reason."""
         self._worker.cancel()
         self.hold()
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
+        self._awaited.close()
         for seq_id in self._queued:
             self._results.finish(self.request_id(seq_id), failed(reason, "server"))
         if self.sequencer.is_running:
             running = self.request_id(self.sequencer.next_seq_id)
             self._results.finish(running, failed(reason, "server"))
-        for each in self._unnumbered:
-            if not each.outcome.done():
-                each.outcome.set_exception(Unavailable(f"{reason}; send the request again"))
+        self._unnumbered.close(reason)
         self._idle.set()
 
     async def _work(self) -> None:
         while True:
-            await self._run_unnumbered()
+            await self._unnumbered.run_due(self.sequencer)
             await self.log.at_boundary()
             is_held = self._is_paused or self._is_attaching
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
             seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
+            # Also if one is taken: it may be the missing one, and run for longer than the wait.
+            has_gap = self.sequencer.is_stuck and not self._is_paused
+            self._awaited.watch(self.sequencer.next_seq_id if has_gap else None)
             if seq_id is None:
-                self._watch_gap()
                 self._idle.set()
                 await self._arrived.wait()
                 self._arrived.clear()
                 continue
             await self._run(seq_id, self._queued.pop(seq_id))
             self.sequencer.finish()
-
-    async def _run_unnumbered(self) -> None:
-        """Run the unnumbered work that precedes the next request."""
-        while self._unnumbered and self._unnumbered[0].before <= self.sequencer.next_seq_id:
-            # It stays in the list while it runs, so that `close` ends it.
-            await self._unnumbered[0].settle()
-            self._unnumbered.popleft()
 
     async def _run(self, seq_id: int, queued: QueuedRequest) -> None:
         request_id = self.request_id(seq_id)
@@ -465,7 +463,6 @@ class ModelQueue:
                 # The load replaced the gradient, and with it the rest of the current step.
                 self._step.failure, self._step.gradient_is_dirty = None, False
         except Exception as error:  # noqa: BLE001 - the future must resolve, whatever it is
-            result = to_result(error)
             if not isinstance(error, InvalidRequest):
                 # Repeated by another head, it might succeed, although its client has been informed
                 # of the failure: keep the outcome.
@@ -473,15 +470,7 @@ class ModelQueue:
             if isinstance(error, LossEnded):
                 # No head may compute it once more, even if it is asked before that is kept.
                 self.log.append(replace(queued, operation=refusal(error, queued.operation.role)))
-            if queued.operation.role == "gradient":
-                self._step.note(request_id, error_message(result))
-                await self._step.invalidate_gradient(request_id)
-            elif queued.operation.role == "step" and not isinstance(
-                error, _GRADIENT_UNCHANGED_OR_REPORTED
-            ):
-                await self._step.invalidate_gradient(request_id)
-                result = with_advice(result)
-            self._finish(seq_id, result)
+            self._finish(seq_id, await self._step.failed(request_id, queued.operation.role, error))
             return
         if isinstance(outcome, Result):
             self._finish(seq_id, outcome)
@@ -508,26 +497,11 @@ class ModelQueue:
             result = to_result(error)
         self._finish(seq_id, result)
 
-    def _watch_gap(self) -> None:
-        has_gap = self.sequencer.is_stuck and not self._is_paused
-        missing = self.sequencer.next_seq_id if has_gap else None
-        if missing == self._missing:
-            # Requests that arrive behind the gap do not prolong the wait.
+    def _gap_timed_out(self, missing: int) -> None:
+        if not self.sequencer.is_stuck:
+            # It has arrived, and runs after what runs between two requests.
             return
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
-        self._missing = missing
-        if missing is not None:
-            loop = asyncio.get_running_loop()
-            self._gap_timer = loop.call_later(self._gap_seconds, self._gap_timed_out)
-
-    def _gap_timed_out(self) -> None:
-        missing = self.sequencer.next_seq_id
-        message = (
-            f"seq_id {missing} did not arrive within {self._gap_seconds:.0f} s, so the"
-            " requests after it were dropped; create a new training client from a checkpoint"
-        )
+        message = self._awaited.why_dropped(missing)
         log.warning(
             "a missing request did not arrive in time",
             model_id=str(self._model_id),

@@ -9,9 +9,11 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterable
 
 import structlog
 
+from tinkercloud_protocol.heads.launch import Limits
 from tinkercloud_protocol.wire.errors import NotFound, WireError
 from tinkercloud_protocol.wire.paths import evicted_prefix
 from tinkercloud_worker.checkpoints import formats
@@ -65,9 +67,9 @@ class EvictedWeights:
     def __contains__(self, session: str) -> bool:
         return session in self._stored or session in self._writing
 
-    def find(self, session: str) -> EvictedSampler | None:
-        """Return where the weights of a session are; None if they are not, or not yet, stored."""
-        return self._stored.get(session)
+    def find(self, sessions: Iterable[str]) -> list[EvictedSampler]:
+        """Return where the weights of sessions are that are stored by now."""
+        return [self._stored[each] for each in sessions if each in self._stored]
 
     async def ready(self) -> bool:
         """Wait until nothing is being written; return whether that was so within a time limit.
@@ -181,3 +183,24 @@ class EvictedWeights:
     def _drop(self, session: str) -> EvictedSampler | None:
         self._owners.pop(session, None)
         return self._stored.pop(session, None)
+
+
+def unknown(session: str) -> NotFound:
+    """Return the error that reports a sampling session that is unknown."""
+    return NotFound(
+        f"sampling session {session!r} is unknown: it was deleted, or its unnamed"
+        " snapshot was too old to be saved when the run was suspended; save the"
+        " weights again"
+    )
+
+
+def gone(session: str, limits: Limits) -> NotFound:
+    """Return the error that reports a sampling session whose evicted weights are not stored."""
+    return NotFound(
+        f"the weights of sampling session {session!r} were evicted: all unnamed snapshots"
+        f" together may use limits.max_snapshot_bytes ({limits.max_snapshot_bytes}), and evicted"
+        " adapters limits.max_stored_snapshot_bytes of the checkpoint store"
+        f" ({limits.max_stored_snapshot_bytes}). To keep weights, save"
+        " them under a name: save_weights_for_sampler(name), then"
+        " create_sampling_client(model_path=...)"
+    )

@@ -12,26 +12,24 @@ never evicted.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
 
-from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest, base_mismatch
 from tinkercloud_protocol.heads.launch import SamplerSpec
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
 from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
 from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.sampling.checkpoint_weights import read_to_sample
 from tinkercloud_worker.head.sampling.current_weights import CurrentWeights
-from tinkercloud_worker.head.sampling.evicted_weights import EvictedWeights
+from tinkercloud_worker.head.sampling.evicted_weights import EvictedWeights, gone, unknown
 from tinkercloud_worker.head.sampling.weights_lru import WeightsLru
-from tinkercloud_worker.model import imported
 
 log = structlog.get_logger(__name__)
 
@@ -113,58 +111,26 @@ class Samplers:
         return Payer(self.owner_of(name) or "", session_id.session_id, str(model or ""))
 
     def _begin_load(self, name: str) -> None:
-        spec = self._specs.get(name)
-        load = self._load(name, spec) if spec is not None else self._reload(name)
-        self._loads[name] = asyncio.create_task(load)
+        self._loads[name] = asyncio.create_task(self._load(name, self._specs.get(name)))
 
-    async def _reload(self, name: str) -> str:
-        """Publish the weights of an evicted snapshot again."""
+    async def _load(self, name: str, spec: SamplerSpec | None) -> str:
+        """Publish the weights of a session, evicted ones if `spec` is None; return the version."""
+        version = self._new_version(name)
+        weights: WeightsSnapshot | None = None
+        if spec is None:
+            weights = await self._evicted_weights(name)
+        elif spec.model_path is not None:
+            weights = await read_to_sample(self._backend, spec, spec.model_path)
+        await self._backend.sampler.publish(version, weights)
+        if weights is not None:
+            self._usage.add(name, weights.size_bytes)
+        return version
+
+    async def _evicted_weights(self, name: str) -> WeightsSnapshot:
         try:
-            weights = await self.evicted.read(name)
+            return await self.evicted.read(name)
         except NotFound:
-            raise NotFound(self._why_unknown(name)) from None
-        version = self._new_version(name)
-        await self._backend.sampler.publish(version, weights)
-        self._usage.add(name, weights.size_bytes)
-        return version
-
-    async def _load(self, name: str, spec: SamplerSpec) -> str:
-        version = self._new_version(name)
-        if spec.model_path is None:
-            await self._backend.sampler.publish(version, None)
-            return version
-        store, path = self._backend.store, CheckpointPath.parse(spec.model_path)
-        path.require_loadable()
-        manifest = await store.manifest(path)
-        self._check_matches(manifest, spec)
-        wanted = formats.files_of_weights(manifest)
-        manifest, files = await store.read(manifest.path, wanted)
-        # The checkpoint may have been replaced meanwhile.
-        self._check_matches(manifest, spec)
-        config = self._backend.config
-        read = await asyncio.to_thread(
-            formats.decode_to_sample, manifest, files, config.trainer.dtype
-        )
-        weights = await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
-        await self._backend.sampler.publish(version, weights)
-        self._usage.add(name, weights.size_bytes)
-        return version
-
-    def _check_matches(self, manifest: CheckpointManifest, spec: SamplerSpec) -> None:
-        if manifest.base_model != self._backend.config.model.name:
-            raise InvalidRequest(
-                f"{spec.model_path} was trained on {manifest.base_model!r}, but this server serves"
-                f" {self._backend.config.model.name!r}"
-            )
-        mismatch = base_mismatch(manifest, self._backend.base_fingerprint)
-        if mismatch is not None:
-            raise InvalidRequest(f"{spec.model_path} can't be sampled from: {mismatch}")
-        if spec.saved_at not in {None, manifest.created_at}:
-            raise InvalidRequest(
-                f"the weights of this sampling session are gone: {spec.model_path}, saved at"
-                f" {spec.saved_at}, was deleted or overwritten by a checkpoint saved at"
-                f" {manifest.created_at}; create a new sampling client"
-            )
+            raise self._unknown(name) from None
 
     def _new_version(self, name: str) -> str:
         self._num_versions += 1
@@ -268,14 +234,13 @@ class Samplers:
     def of_model(self, model_id: ModelId) -> list[Published]:
         """Return the weights of a model that exist only here, the latest first."""
         model = str(model_id)
-        snapshots = [
-            name
-            for name, owner in self._snapshots.items()
-            if owner == model and name not in self._evicted
+        published = [
+            self._describe(name, [name], is_inflight=False)
+            for name in reversed(_of_model(model, self._snapshots))
+            if name not in self._evicted
         ]
-        published = [self._describe(each, [each], is_inflight=False) for each in snapshots[::-1]]
         if (version := self._inflight.get(model)) is not None:
-            sharing = [name for name, owner in self._inflight_sessions.items() if owner == model]
+            sharing = _of_model(model, self._inflight_sessions)
             published.insert(0, self._describe(version, sharing, is_inflight=True))
         return published
 
@@ -284,15 +249,13 @@ class Samplers:
 
     def sessions_of_model(self, model_id: ModelId) -> set[str]:
         """Return the sessions of a model's own weights, including evicted ones."""
-        all_owners = (self._snapshots, self._inflight_sessions)
         model, current = str(model_id), str(SamplingSessionId.of_current_weights(model_id))
-        saved = {name for owners in all_owners for name, owner in owners.items() if owner == model}
-        return {*saved, current}
+        inflight = _of_model(model, self._inflight_sessions)
+        return {*_of_model(model, self._snapshots), *inflight, current}
 
     def snapshots_of_model(self, model_id: ModelId) -> list[str]:
         """Return the snapshot sessions of a model, evicted ones included, in their order."""
-        model = str(model_id)
-        return [name for name, owner in self._snapshots.items() if owner == model]
+        return _of_model(str(model_id), self._snapshots)
 
     async def settled(self) -> None:
         """Wait until all weights that are being evicted are stored.
@@ -302,10 +265,6 @@ class Samplers:
         if self._storing:
             await asyncio.wait(set(self._storing.values()))
         await self.evicted.ready()
-
-    def stored_of(self, sessions: Iterable[str]) -> list[EvictedSampler]:
-        """Return where the weights of evicted sessions are that are stored."""
-        return [found for name in sessions if (found := self.evicted.find(name)) is not None]
 
     def restore_evicted(self, model_id: ModelId, evicted: Sequence[EvictedSampler]) -> None:
         """Take over the evicted weights of a model from another head.
@@ -355,7 +314,7 @@ class Samplers:
             await asyncio.wait({storing})
         load = self._loads.get(name)
         if load is None and name not in self._specs and name not in self.evicted:
-            raise NotFound(self._why_unknown(name))
+            raise self._unknown(name)
         # A store or server that was unreachable may be back.
         if load is None or (load.done() and load.exception() is not None):
             self._begin_load(name)
@@ -363,22 +322,8 @@ class Samplers:
         await self._evict_to_fit()
         return version
 
-    def _why_unknown(self, name: str) -> str:
-        if name not in self._evicted:
-            return (
-                f"sampling session {name!r} is unknown: it was deleted, or its unnamed"
-                " snapshot was too old to be saved when the run was suspended; save the"
-                " weights again"
-            )
-        return (
-            f"the weights of sampling session {name!r} were evicted: all unnamed snapshots"
-            " together may use limits.max_snapshot_bytes"
-            f" ({self._backend.config.limits.max_snapshot_bytes}), and evicted adapters"
-            " limits.max_stored_snapshot_bytes of the checkpoint store"
-            f" ({self._backend.config.limits.max_stored_snapshot_bytes}). To keep weights, save"
-            " them under a name: save_weights_for_sampler(name), then"
-            " create_sampling_client(model_path=...)"
-        )
+    def _unknown(self, name: str) -> NotFound:
+        return gone(name, self._backend.config.limits) if name in self._evicted else unknown(name)
 
     async def retire(self, session_id: SamplingSessionId) -> None:
         """Remove a session, and its weights unless they are shared."""
@@ -411,10 +356,15 @@ class Samplers:
         model = str(model_id)
         await self.current.remove(model)
         self._owners.pop(model, None)
-        for name in [name for name, owner in self._inflight_sessions.items() if owner == model]:
+        for name in _of_model(model, self._inflight_sessions):
             del self._inflight_sessions[name]
             self._owners.pop(name, None)
-        for name in [name for name, owner in self._snapshots.items() if owner == model]:
+        for name in _of_model(model, self._snapshots):
             self._snapshots[name] = None
         if (version := self._inflight.pop(model, None)) is not None:
             await self._retire(version, version)
+
+
+def _of_model(model: str, sessions: Mapping[str, str | None]) -> list[str]:
+    """Return those of the sessions, which are given with their models, that are of a model."""
+    return [name for name, owner in sessions.items() if owner == model]

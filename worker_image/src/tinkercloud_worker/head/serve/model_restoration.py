@@ -10,8 +10,9 @@ from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_worker.head.durable.recovery import Recovery, Resumed
+from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.model.live_model import LiveModel
-from tinkercloud_worker.head.model.model_lifetime import ModelEvent
+from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState
 from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
 from tinkercloud_worker.head.serve.model_deletion import Spawn
 
@@ -22,13 +23,46 @@ class ModelRestoration:
 
     models: ModelRegistry
     recovery: Recovery
+    suspended: SuspendedModels
     add: Callable[[LiveModel, list[SampleRequest]], None]
     """Adds a restored model, with the sampling requests to restart."""
     check_accepting: Callable[[], None]
     """Raises `Unavailable` if the head is stopping."""
     spawn: Spawn
 
-    async def resume(self, suspended: SuspendedModel) -> None:
+    async def in_memory(self, model_id: ModelId, spec: ModelSpec) -> LiveModel | None:
+        """Return a model, once it is in memory if the head has its state; None if it is absent."""
+        name = str(model_id)
+        while True:
+            await self.recall(name)
+            state = self.models.state(name)
+            if state.is_being_deleted and (task := self.models.task(name)):
+                await asyncio.wait({task})
+                self.check_accepting()
+            elif state.is_restoring or (
+                state is ModelState.ABSENT and spec.resume_generation is not None
+            ):
+                await self._recover(model_id, spec)
+            else:
+                return self.models.in_memory.get(name)
+
+    async def recall(self, target: str) -> None:
+        """Resume the model that a request is for, if this head has suspended it.
+
+        The model stays in memory at least until the caller awaits something else.
+
+        Args:
+            target: the model, or a sampling session of its weights.
+
+        Raises:
+            Unavailable: it is not resumed yet, or can't be resumed now.
+            InvalidRequest: its suspended state is damaged.
+        """
+        while (name := self.suspended.waiting_for(target)) is not None:
+            self.check_accepting()
+            await self.suspended.recall(name, self._resume)
+
+    async def _resume(self, suspended: SuspendedModel) -> None:
         """Resume a model that this head has suspended.
 
         Raises:
@@ -49,7 +83,7 @@ class ModelRestoration:
         )
         await _restored(model_id, task)
 
-    async def recover(self, model_id: ModelId, spec: ModelSpec) -> None:
+    async def _recover(self, model_id: ModelId, spec: ModelSpec) -> None:
         """Continue a model of the head that the specification names.
 
         Raises:
@@ -65,7 +99,7 @@ class ModelRestoration:
         await asyncio.shield(task)
 
     async def recover_kept(self, manifest: JournalManifest) -> None:
-        """Continue a run from the local journal, even if the head is stopping. See `recover`.
+        """Continue a run from the local journal, even if the head is stopping. See `_recover`.
 
         Raises:
             NotFound: it was deleted meanwhile.

@@ -11,7 +11,6 @@ from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import HeadStatus, HeldModel, ModelSpec, SamplerSpec
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
-from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.wire import future_responses
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.wire.future_responses import Result
@@ -24,12 +23,13 @@ from tinkercloud_worker.head.durable.recovery import Recovery
 from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.autosaver import Autosaver
-from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
+from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelPlace, ModelState
 from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.serve.model_creation import ModelCreation
 from tinkercloud_worker.head.serve.model_deletion import ModelDeletion
 from tinkercloud_worker.head.serve.model_restoration import ModelRestoration
 from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
@@ -69,7 +69,12 @@ class HeadService:
         """The sampling requests; they are submitted through `sample`."""
         self._is_draining = False
         self._restoration = ModelRestoration(
-            self.models, self._recovery, self._add_resumed, self._check_accepting, self._spawn
+            self.models,
+            self._recovery,
+            self._suspended,
+            self._add_resumed,
+            self._check_accepting,
+            self._spawn,
         )
         self._kept = KeptRuns(
             self.durability, backend.store, self.models, self._restoration.recover_kept
@@ -84,6 +89,9 @@ class HeadService:
             self._kept,
         )
         self._autosaver = Autosaver(self.models.in_memory)
+        self._creation = ModelCreation(
+            self._suspension, self.models, self.durability, self._autosaver, self._spawn
+        )
         self._deletion = ModelDeletion(
             self.models, self.results, self.durability, self._autosaver, self._spawn
         )
@@ -103,59 +111,18 @@ class HeadService:
         name = str(model_id)
         if spec.resume_generation is not None:
             await self._suspended.accept_back(name)
-        model = await self._in_memory(model_id, spec)
+        model = await self._restoration.in_memory(model_id, spec)
         if model is not None and not model.fits(spec):
             raise InvalidRequest(
                 f"model {model_id} already exists with a different configuration; use another"
                 " model_seq_id"
             )
         if model is None:
-            limit = self._backend.config.limits.max_models_per_owner
-            refused = too_many_models(self.models.of_owner(spec.owner), spec.owner, limit)
-            model = new_model(model_id, spec, self._backend, self._samplers, self.results)
-            self.models.add(name, ModelEvent.CREATE, model)
-            self._autosaver.watch(model)
-            if refused is None:
-                self.models.start(name, self._spawn(self._begin(model)))
-            else:
-                self.models.apply(name, ModelEvent.STARTED)
-                model.queue.submit(0, b"create", 0, model.creation(refused))
+            self._creation.begin(model_id, spec)
         if self.models.state(name) is ModelState.NEW and (beginning := self.models.task(name)):
             # Shared by all callers: its result can be asked for only once it is queued.
             await asyncio.shield(beginning)
         return str(RequestId(model_id, 0))
-
-    async def _in_memory(self, model_id: ModelId, spec: ModelSpec) -> LiveModel | None:
-        """Return a model, once it is in memory if the head has its state; None if it is absent."""
-        name = str(model_id)
-        while True:
-            await self.recall(name)
-            state = self.models.state(name)
-            if state.is_being_deleted and (task := self.models.task(name)):
-                await asyncio.wait({task})
-                self._check_accepting()
-            elif state.is_restoring or (
-                state is ModelState.ABSENT and spec.resume_generation is not None
-            ):
-                await self._restoration.recover(model_id, spec)
-            else:
-                return self.models.in_memory.get(name)
-
-    async def _begin(self, model: LiveModel) -> None:
-        """Queue the creation of a new model, once its journal has started."""
-        name = str(model.model_id)
-        try:
-            await self.durability.begin(model)
-        except BaseException:
-            if self.models.in_memory.get(name) is model:
-                self.models.apply(name, ModelEvent.NOT_STARTED)
-                model.queue.close(f"model {name} could not be created")
-                await self.durability.leave(name)
-            raise
-        if self.models.in_memory.get(name) is not model:
-            raise NotFound(f"model {name} was deleted")
-        self.models.apply(name, ModelEvent.STARTED)
-        model.queue.submit(0, b"create", 0, model.creation(None))
 
     async def attach_model(self, model_id: str) -> int:
         """Let another client continue a model's order (`ModelQueue.attach`)."""
@@ -183,20 +150,8 @@ class HeadService:
             model.queue.wake()
 
     async def recall(self, target: str) -> None:
-        """Resume the model that a request is for, if this head has suspended it.
-
-        The model stays in memory at least until the caller awaits something else.
-
-        Args:
-            target: the model, or a sampling session of its weights.
-
-        Raises:
-            Unavailable: it is not resumed yet, or can't be resumed now.
-            InvalidRequest: its suspended state is damaged.
-        """
-        while (name := self._suspended.waiting_for(target)) is not None:
-            self._check_accepting()
-            await self._suspended.recall(name, self._restoration.resume)
+        """Resume the model that a request is for, if need be (`ModelRestoration.recall`)."""
+        await self._restoration.recall(target)
 
     async def suspend_model(self, model_id: ModelId) -> bool:
         """Write an unused model to the store; free its memory until its next request. Idempotent.
@@ -260,45 +215,17 @@ class HeadService:
         await self._deletion.delete(str(model_id))
 
     def submit(self, received: Received, key: str | None = None) -> str:
-        """Queue a training request; return its id. An unreadable one fails in its place.
-
-        Args:
-            received: the request; one without a number is given the next free one.
-            key: the idempotency key of a request without a number.
+        """Queue a training request; return its id (`LiveModel.submit`).
 
         Raises:
-            InvalidRequest: its number or key can't be used.
             NotFound: the model is unknown.
-            Overloaded: the queue is full, or too many results have not been retrieved.
         """
         model = self._model(received.place.model_id)
-        if received.is_numbered:
-            return self._enqueue(model, received)
-        seq_id = model.given_numbers.number(key, received.digest)
-        model.queue.log.record_key(seq_id, key)
-        try:
-            request_id = self._enqueue(model, received.numbered(seq_id))
-        except BaseException:
-            # Another request may get this number.
-            model.queue.log.record_key(seq_id, None)
-            raise
-        model.given_numbers.record(seq_id, key)
-        return request_id
+        return model.submit(received, key, self.models.of_owner(model.spec.owner), self.results)
 
     async def accepted(self, model_id: str) -> None:
         """Return once the requests of a model so far may be confirmed to clients."""
         await self._model(model_id).queue.log.accepted()
-
-    def _enqueue(self, model: LiveModel, received: Received) -> str:
-        if isinstance(received.content, ForwardBackwardRequest):
-            request_id = model.queue.request_id(received.place.seq_id)
-            self.results.check_room(request_id, model.spec.owner)
-        operation = model.operation_of(received)
-        others = [m for m in self.models.of_owner(model.spec.owner) if m is not model]
-        elsewhere = sum(other.queue.sequencer.queued_bytes for other in others)
-        return model.queue.submit(
-            received.place.seq_id, received.digest, received.size, operation, elsewhere
-        )
 
     def _model(self, model_id: str) -> LiveModel:
         self._check_accepting()

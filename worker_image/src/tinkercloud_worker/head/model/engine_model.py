@@ -1,0 +1,153 @@
+"""One model in the engine: its turns on the engine's thread, its training state and gradient."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from typing import TypeVar
+
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
+from tinkercloud_protocol.wire.errors import StateLost
+from tinkercloud_worker.engine.batch import Batch
+from tinkercloud_worker.engine.trainer import (
+    Gradient,
+    GradientLost,
+    LossOutput,
+    OptimizerStep,
+    Publication,
+    TrainingPass,
+    TrainingState,
+    WeightsSnapshot,
+)
+from tinkercloud_worker.engine.turns.engine_thread import Unshared
+from tinkercloud_worker.engine.turns.fair_queue import Share
+from tinkercloud_worker.head.backend import Backend
+from tinkercloud_worker.head.model import exports
+
+_STEP_TOKENS = 8
+"""Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
+8B model computes in the time of a step of rank 32."""
+
+T = TypeVar("T")
+
+
+class EngineModel:
+    """One model in the engine. Belongs to one event loop.
+
+    All methods that use the engine raise `StateLost` if it has lost the model; the message says
+    what to resume from.
+    """
+
+    def __init__(
+        self, name: str, owner: str, backend: Backend, on_lost: Callable[[], str | None]
+    ) -> None:
+        """Create it; the engine need not have the model yet.
+
+        Args:
+            name: the model.
+            owner: its owner.
+            backend: the parts of the head.
+            on_lost: called when the engine has lost the model; returns the checkpoint to resume
+                from, if there is one.
+        """
+        self._name = name
+        self._owner = owner
+        self._backend = backend
+        self._on_lost = on_lost
+        self.is_followed: Callable[[], bool] = lambda: False
+        """Says whether a request has arrived that computes as soon as the running one has ended
+        (`ModelQueue.is_followed`). May be called on any thread."""
+        self.gradient_lost: str | None = None
+        """How the gradient was lost; None once a request has reported it."""
+        self.is_lost = False
+        """Whether the engine has lost the model."""
+
+    async def run_pass(self, batch: Batch) -> LossOutput:
+        """Run a batch in turn with other models."""
+        batcher = self._backend.trainer.batcher
+        if self._backend.config.durability.exact:
+            batcher = Unshared(batcher)
+        share = Share(self._owner, self._name, batch.num_tokens, is_followed=self.is_followed)
+        queued = self._backend.thread.run_batched(batcher, TrainingPass(self._name, batch), share)
+        return await self._unless_lost(queued)
+
+    async def step(self, params: AdamParams) -> Mapping[str, float]:
+        """Apply the gradient in turn with other models; return the metrics."""
+        share = Share(
+            self._owner, self._name, _STEP_TOKENS, continues=True, is_followed=self.is_followed
+        )
+        step = OptimizerStep(self._name, params)
+        queued = self._backend.thread.run_batched(self._backend.trainer.stepper, step, share)
+        return await self._unless_lost(queued)
+
+    def why_waiting(self) -> str | None:
+        """Return how much is computed before the running request; None if it does not wait."""
+        return self._backend.thread.why_waiting(self._owner, self._name)
+
+    async def run(self, job: Callable[[], None]) -> None:
+        """Run a job on the engine's thread."""
+        await self._unless_lost(self._backend.thread.run(lambda _: job()))
+
+    async def run_lightweight(self, job: Callable[[], T]) -> T:
+        """Run a lightweight job on the engine's thread."""
+        return await self._unless_lost(self._backend.thread.run_lightweight(job))
+
+    async def _unless_lost(self, result: Awaitable[T]) -> T:
+        try:
+            return await result
+        except StateLost as error:
+            self.is_lost = True
+            path = self._on_lost()
+            if path is None:
+                raise
+            raise StateLost(
+                f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
+            ) from error
+
+    async def snapshot(self) -> WeightsSnapshot:
+        """Return a copy of the current weights."""
+        return await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+
+    async def publication(self) -> Publication:
+        """Return the current weights, stored where samplers read them."""
+        begin = partial(self._backend.trainer.publication, self._name)
+        return await exports.completed(lambda: self.run_lightweight(begin), exports.stored)
+
+    async def export_state(self) -> TrainingState:
+        """Return the training state without the gradient."""
+        return await exports.completed(self.begin_export, asyncio.to_thread)
+
+    async def begin_export(self) -> Callable[[], TrainingState]:
+        """See `Trainer.begin_export`."""
+        return await self.run_lightweight(partial(self._backend.trainer.begin_export, self._name))
+
+    async def export_gradient(self) -> Gradient | None:
+        """Return the gradient, if there is one.
+
+        Raises:
+            GradientLost: the gradient was lost, and no request has reported it.
+        """
+        if self.gradient_lost is not None:
+            raise GradientLost(self.gradient_lost)
+        return await self.run_lightweight(lambda: self._backend.trainer.export_gradient(self._name))
+
+    async def restore_gradient(self, gradient: Gradient) -> None:
+        """Restore the exported gradient.
+
+        Raises:
+            InvalidRequest: it does not match the model's configuration.
+        """
+        await self.run(lambda: self._backend.trainer.import_gradient(self._name, gradient))
+
+    async def remove(self) -> None:
+        """Free the model's memory."""
+        await self.run_lightweight(lambda: self._backend.trainer.remove_model(self._name))
+
+    def report_lost_gradient(self) -> None:
+        """Let the request that uses the gradient fail, once, if it was lost.
+
+        Raises:
+            GradientLost: it was.
+        """
+        reason, self.gradient_lost = self.gradient_lost, None
+        if reason is not None:
+            raise GradientLost(reason)
