@@ -277,7 +277,7 @@ class ChatCompletionRequest(_Sampling):
             num_choices=self.n,
             top_logprobs=self.top_logprobs,
             streams=self.stream,
-            parses_tools=bool(tools),
+            offered=() if self.tool_choice == "none" else self._functions,
             rule=rule,
         )
 

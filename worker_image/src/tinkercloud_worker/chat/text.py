@@ -15,10 +15,13 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.chat.answer_rules import HERMES_CALL, THINK, THINK_END, Reasoning
+from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.exact_values import ExactValues
+from tinkercloud_worker.chat.parts import suffix_length
 from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.token_bytes import TokenBytes
+from tinkercloud_worker.chat.tool_formats.known import FORMATS, HERMES, format_of
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
@@ -65,22 +68,40 @@ class ChatText:
             if mark in ids and any(mark in template for template in self._templates.values())
         )
         """Tokens that end a turn, in addition to the model's end tokens."""
-        self.hidden = _hidden_of(tokenizer)
+        self._format: ToolFormat | None = format_of(self._tool_template)
+        self.hidden = _hidden_of(tokenizer, self._format.marks if self._format else ())
         """Special tokens that clients do not see."""
         self.decode_all = decoder_of(tokenizer)
         """Decodes tokens to the text in which stop strings are searched."""
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the template has tools, called in Hermes' format (also that of Qwen 2.5 and 3).
+        """Whether the template has tools, called in a known format.
 
-        Others that use the same tag write parameters as XML. Tokenizers that can't write the tag
-        as it is make no calls that could be found.
+        Tokenizers that can't write the marks of the format as they are make no calls that could
+        be found.
         """
         template = self._tool_template
-        is_hermes = "tools" in template and HERMES_CALL in template and "<function=" not in template
-        tag = self._tokenizer.encode(HERMES_CALL, add_special_tokens=False)
-        return is_hermes and self.decode(tag) == HERMES_CALL
+        if self._format is None or "tools" not in template:
+            return False
+        marks = [mark for mark in self._format.marks if mark in template]
+        return all(self.decode(self.encode_part(mark)) == mark for mark in marks)
+
+    def reader(self, offered: Sequence[Function]) -> CallReader | None:
+        """Return what finds the calls in an answer; None if all of it is text.
+
+        Args:
+            offered: the tools that the model may call.
+        """
+        return None if self._format is None else self._format.reader(offered)
+
+    def source(self, rule: AnswerRule, prompt: Sequence[int]) -> str:
+        """Return the grammar of a rule for the answer to a prompt.
+
+        Raises:
+            InvalidRequest: the format of tool calls can't express a schema or a name.
+        """
+        return (self._format or HERMES).source(rule, self.reasoning_after(prompt))
 
     @property
     def _tool_template(self) -> str:
@@ -149,10 +170,11 @@ class ChatText:
                 "messages: this model has no chat template; use completions with a prompt"
             )
         if tools and not self.calls_tools:
+            known = ", ".join(each.name for each in FORMATS)
             raise InvalidRequest(
-                "tools: not supported for this model: only templates with tool calls in Hermes'"
-                f" format ({HERMES_CALL} with JSON) are, and tokenizers that keep this tag; send a"
-                " request without tools"
+                "tools: not supported for this model: its chat template must write tool calls in a"
+                f" known format ({known}), and its tokenizer must keep the marks of this format;"
+                " send a request without tools"
             )
         exact = ExactValues()
         try:
@@ -273,12 +295,6 @@ class UntilStop:
         return shown
 
 
-def suffix_length(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that `mark` begins with, but is longer."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
-
-
 def _templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the chat templates of a tokenizer by name; a single one is "default"."""
     template = tokenizer.chat_template
@@ -287,15 +303,22 @@ def _templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {"default": str(template)} if template else {}
 
 
-def _hidden_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens of a tokenizer that are no marks of the model's output."""
+def _hidden_of(tokenizer: PreTrainedTokenizerBase, marks: Collection[str]) -> frozenset[int]:
+    """Return the special tokens of a tokenizer that are no marks of the model's output.
+
+    Args:
+        tokenizer: the tokenizer.
+        marks: those of the format of tool calls.
+    """
     added = tokenizer.added_tokens_decoder.items()
     special = {token: str(mark.content) for token, mark in added if mark.special}
     names = tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
     special |= dict(zip(tokenizer.all_special_ids, names, strict=True))
     further = _CHANNEL_MARKS if _CHANNEL in special.values() else frozenset()
     return frozenset(
-        token for token, name in special.items() if not (_MARKS.search(name) or name in further)
+        token
+        for token, name in special.items()
+        if not (_MARKS.search(name) or name in further or name in marks)
     )
 
 

@@ -1,0 +1,14 @@
+"""The formats of tool calls that the server knows."""
+
+from collections.abc import Sequence
+
+from tinkercloud_worker.chat.tool_formats.hermes import Hermes
+from tinkercloud_worker.chat.tool_formats.tool_format import ToolFormat
+
+HERMES = Hermes()
+FORMATS: Sequence[ToolFormat] = (HERMES,)
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """Return the format in which a chat template writes calls; None if it is not known."""
+    return next((each for each in FORMATS if each.is_of(template)), None)
