@@ -24,7 +24,10 @@ from tinkercloud_worker.chat.tool_formats.known import FORMATS, HERMES, format_o
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|call|>", "<|return|>"),
+)
 """Tokens with which the templates of public families end a turn."""
 _END_TOKENS = 32
 """Tokens that hold a mark at the end of a prompt, and white space after it."""
@@ -32,7 +35,7 @@ _SHOWN_CHARACTERS = 1000
 """Maximum length of a template's error in ours."""
 _MARKS = re.compile("think|thought|reason|channel|tool.?call", re.IGNORECASE)
 """Names of special tokens that mark reasoning, channels and tool calls in a model's output."""
-_CHANNEL = "<|channel|>"
+_CHANNEL, _CHANNEL_TURN = "<|channel|>", "<|start|>assistant"
 _CHANNEL_MARKS = frozenset({"<|start|>", "<|message|>", "<|constrain|>", "<|end|>"})
 """Further marks in the output of models with channels (OpenAI's Harmony format)."""
 
@@ -87,6 +90,10 @@ class ChatText:
         marks = [mark for mark in self._format.marks if mark in template]
         return all(self.decode(self.encode_part(mark)) == mark for mark in marks)
 
+    def uses(self, variable: str) -> bool:
+        """Return whether a chat template of the model uses a variable."""
+        return any(variable in template for template in self._templates.values())
+
     def reader(self, offered: Sequence[Function]) -> CallReader | None:
         """Return what finds the calls in an answer; None if all of it is text.
 
@@ -108,10 +115,12 @@ class ChatText:
         return self._templates.get("tool_use", self._templates.get("default", ""))
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning:
-        """Return whether the answer to a prompt begins with reasoning (`<think>`)."""
+        """Return whether the answer to a prompt begins with reasoning (`<think>`, or a channel)."""
+        end = self.decode_all(list(prompt[-_END_TOKENS:])).rstrip()
+        if end.endswith(_CHANNEL_TURN):
+            return Reasoning.POSSIBLE
         if THINK_END not in self._tool_template:
             return Reasoning.NONE
-        end = self.decode_all(list(prompt[-_END_TOKENS:])).rstrip()
         if end.endswith(THINK):
             return Reasoning.OPEN
         return Reasoning.NONE if end.endswith(THINK_END) else Reasoning.POSSIBLE
@@ -147,7 +156,7 @@ class ChatText:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         *,
@@ -176,6 +185,8 @@ class ChatText:
                 f" known format ({known}), and its tokenizer must keep the marks of this format;"
                 " send a request without tools"
             )
+        if self._format is not None:
+            messages = self._format.history(messages)
         exact = ExactValues()
         try:
             rendered: Any = self._tokenizer.apply_chat_template(

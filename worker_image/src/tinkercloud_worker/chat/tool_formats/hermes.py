@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.lark import json_rule, literal
-from tinkercloud_worker.chat.tool_formats.json_calls import calls_in
+from tinkercloud_worker.chat.tool_formats.json_calls import MarkOutsideStrings, calls_in
 from tinkercloud_worker.chat.tool_formats.marked import (
     MarkedForm,
     MarkedReader,
@@ -26,8 +26,7 @@ from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFor
 BEGIN, END = "<tool_call>", "</tool_call>"
 _OTHERS = ("<function=", "<arg_key>")
 """What templates write that use the same tag for parameters in XML: Qwen 3.5, GLM."""
-_TOKENS = re.compile(rf'\\.|"|{END}', re.DOTALL)
-"""What decides whether the end of a call lies in a string of its JSON."""
+_END = re.compile(END)
 
 
 class Hermes(ToolFormat):
@@ -42,7 +41,7 @@ class Hermes(ToolFormat):
 
     def reader(self, offered: Sequence[Function]) -> CallReader | None:
         """Return a reader; see `ToolFormat`."""
-        return MarkedReader(Marking(BEGIN, END, _CallEnd, calls_in)) if offered else None
+        return MarkedReader(Marking(BEGIN, END, _end_after, calls_in)) if offered else None
 
     def source(self, rule: AnswerRule, reasoning: Reasoning) -> str:
         """Return the grammar of a rule; see `ToolFormat`."""
@@ -57,21 +56,5 @@ class Hermes(ToolFormat):
         return marked_source(rule, reasoning, MarkedForm(BEGIN, calls, '"\\n"?', rules))
 
 
-class _CallEnd:
-    """Searches a growing text for the end of a call that is not within a string of its JSON."""
-
-    def __init__(self, start: int) -> None:
-        self._position = start
-        self._is_in_string = False
-
-    def find(self, text: str) -> int | None:
-        """Return where the tag that ends the call begins; None if it is not there yet."""
-        for found in _TOKENS.finditer(text, self._position):
-            if found[0] == END and not self._is_in_string:
-                return found.start()
-            if found[0] == '"':
-                self._is_in_string = not self._is_in_string
-            self._position = found.end()
-        # A part of the tag, or a backslash, may be at the end.
-        self._position = max(self._position, len(text) - len(END) + 1)
-        return None
+def _end_after(start: int) -> MarkOutsideStrings:
+    return MarkOutsideStrings(start, _END, len(END))

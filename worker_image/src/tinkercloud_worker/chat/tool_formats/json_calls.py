@@ -18,6 +18,35 @@ _SPACES = re.compile(f"[{SPACE}]*")
 _BRACKETS = re.compile(r'\\.|["\[\]{}]', re.DOTALL)
 
 
+class MarkOutsideStrings:
+    """Searches a growing text for a mark that is not within a string of JSON."""
+
+    def __init__(self, start: int, mark: re.Pattern[str], longest: int) -> None:
+        """Start the search.
+
+        Args:
+            start: where it begins.
+            mark: the mark.
+            longest: the length of the longest mark, in characters.
+        """
+        self._position = start
+        self._tokens = re.compile(rf'\\.|"|{mark.pattern}', re.DOTALL)
+        self._longest = longest
+        self._is_in_string = False
+
+    def find(self, text: str) -> int | None:
+        """Return where the mark begins; None if it is not there yet."""
+        for found in self._tokens.finditer(text, self._position):
+            if found[0] == '"':
+                self._is_in_string = not self._is_in_string
+            elif not self._is_in_string and not found[0].startswith("\\"):
+                return found.start()
+            self._position = found.end()
+        # A part of a mark, or a backslash, may be at the end.
+        self._position = max(self._position, len(text) - self._longest + 1)
+        return None
+
+
 class JsonEnd:
     """Searches a growing text for the end of the first JSON value that begins with a bracket."""
 
