@@ -140,7 +140,7 @@ def _body(content: dict[str, Any], fields: dict[str, Any], *, streams: bool) -> 
 def _answered(answer: WireAnswer, asked: Asked, text: ChatText, said: Sequence[int]) -> bytes:
     ends = text.turn_ends | {EOS_TOKEN_ID}
     choices = [
-        Choice(text, prompt, ends, asked.stops, asked.reader(text))
+        Choice(text, prompt, ends, asked.stops, asked.reader(text), asked.thoughts(text, prompt))
         for prompt in asked.prompts
         for _ in range(asked.num_choices)
     ]

@@ -255,6 +255,20 @@ def test_channels_are_reasoning_and_content_with_and_without_tools(streams: bool
     assert (message.thought, message.text, message.blocks) == ("Hm.", "Yes.", ("thinking", "text"))
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_reasoning_in_tags_is_apart_from_text_and_calls_on_request(streams: bool) -> None:
+    text, tokenizer = a_text(template=QWEN_XML + "{#- <think></think> #}")
+    call = in_xml("look", city="Bern")
+    said = ended(tokenizer, f"<think>I could write {call}.</think>\n\n{call}")
+
+    [apart] = openai_says(text, said, streams=streams, tools=[TOOL], separate_reasoning=True)
+    [text_first] = openai_says(text, said, streams=streams, tools=[TOOL])
+
+    assert (apart.thought, apart.text) == (f"I could write {call}.", "")
+    assert apart.calls == [("look", '{"city": "Bern"}')]
+    assert (text_first.thought, len(text_first.calls)) == ("", 2)
+
+
 @pytest.mark.parametrize("template", [LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML, HARMONY])
 def test_without_tools_no_call_is_read(template: str) -> None:
     text, tokenizer = model_of(template)

@@ -47,6 +47,8 @@ class Asked:
     streams: bool = False
     offered: Sequence[Function] | None = None
     """The tools that the model may call; None if the answer is a text, as of completions."""
+    separates_reasoning: bool = False
+    """Whether reasoning is apart from the text, also if the answer is no JSON."""
     rule: AnswerRule | None = None
     """The forms that the answer may have; None for any text."""
     echoed: Sequence[str] | None = None
@@ -64,6 +66,12 @@ class Asked:
     def reader(self, text: ChatText) -> CallReader | None:
         """Return what finds the calls in one answer; None if all of it is text."""
         return None if self.offered is None else text.reader(self.offered)
+
+    def thoughts(self, text: ChatText, prompt: Sequence[int]) -> ThoughtSplitter | None:
+        """Return what separates the reasoning of an answer to a prompt; None if it is text."""
+        is_json = self.rule is not None and self.rule.json_schema is not None
+        is_apart = is_json or self.separates_reasoning
+        return ThoughtSplitter(text.reasoning_after(prompt)) if is_apart else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +96,7 @@ class Choice:
     reader: CallReader | None = None
     """Finds its calls."""
     thoughts: ThoughtSplitter | None = None
-    """Separates its reasoning, if the rest is JSON."""
+    """Separates its reasoning."""
     tokens: list[SampledToken] = field(default_factory=list)
     has_calls: bool = False
     is_complete: bool = False

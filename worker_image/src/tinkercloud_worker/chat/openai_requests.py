@@ -272,6 +272,8 @@ class ChatCompletionRequest(_Sampling):
         None
     )
     """A variable of chat templates, for models that think as long as they are told."""
+    separate_reasoning: bool = False
+    """Not OpenAI's: whether reasoning in `<think>` is apart from the text, also without JSON."""
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
 
@@ -303,6 +305,7 @@ class ChatCompletionRequest(_Sampling):
             top_logprobs=self.top_logprobs,
             streams=self.stream,
             offered=() if self.tool_choice == "none" else self._functions,
+            separates_reasoning=self.separate_reasoning,
             rule=rule,
         )
 

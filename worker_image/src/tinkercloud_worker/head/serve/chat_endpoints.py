@@ -39,7 +39,6 @@ from tinkercloud_worker.chat.parts import Part
 from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.chat.thoughts import ThoughtSplitter
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order.requests import Prepared
@@ -421,13 +420,8 @@ def _model_of(body: bytes) -> str:
 
 
 def _choices(asked: Asked, text: ChatText, ends: frozenset[int]) -> list[Choice]:
-    is_json = asked.rule is not None and asked.rule.json_schema is not None
-
-    def thoughts(prompt: Sequence[int]) -> ThoughtSplitter | None:
-        return ThoughtSplitter(text.reasoning_after(prompt)) if is_json else None
-
     return [
-        Choice(text, prompt, ends, asked.stops, asked.reader(text), thoughts(prompt))
+        Choice(text, prompt, ends, asked.stops, asked.reader(text), asked.thoughts(text, prompt))
         for prompt in asked.prompts
         for _ in range(asked.num_choices)
     ]
