@@ -8,7 +8,7 @@ import openai
 import pytest
 from tinker import types
 
-from tinkercloud_testing.chat import SAYING_MODEL
+from tinkercloud_testing.chat import CHANNEL_MODEL, SAYING_MODEL
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.servers import API_KEY, Server
 
@@ -19,11 +19,12 @@ STOP = "<|im_start|>user"
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded(chat_server: Server) -> None:
-    """Wait until the model is loaded."""
+    """Wait until the models are loaded."""
     with chat_server.client() as sdk:
-        sampler = sdk.create_sampling_client(base_model=SAYING_MODEL).result()
-        prompt = types.ModelInput.from_ints(byte_tokenizer().encode("w"))
-        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+        for model in (SAYING_MODEL, CHANNEL_MODEL):
+            sampler = sdk.create_sampling_client(base_model=model).result()
+            prompt = types.ModelInput.from_ints(byte_tokenizer().encode("w"))
+            sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
 
 
 def asking(how: str, **fields: Any) -> Any:
@@ -58,6 +59,42 @@ def test_anthropics_client_reads_a_call_with_special_tags_whole_and_streamed(
     for message in (whole, streamed):
         text, call = message.content
         assert (text.text, message.stop_reason) == ("Sure.", "tool_use")
+        assert (call.name, call.input) == ("lookup", {"order_id": 12345678901234567890123})
+
+
+def test_openais_client_reads_channels_as_reasoning_calls_and_content(
+    openai_client: openai.OpenAI,
+) -> None:
+    tools: Any = [{"type": "function", "function": {"name": "lookup", "parameters": SCHEMA}}]
+    fields = {**asking("t", tools=tools, temperature=0), "model": CHANNEL_MODEL}
+    whole = openai_client.chat.completions.create(**fields).choices[0]
+    with openai_client.chat.completions.stream(**fields) as stream:
+        streamed: Any = stream.get_final_completion().choices[0]
+    answer = openai_client.chat.completions.create(
+        **{**asking("y", temperature=0), "model": CHANNEL_MODEL}
+    ).choices[0]
+
+    for choice in (whole, streamed):
+        (call,) = choice.message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("lookup", ARGUMENTS)
+        assert choice.message.reasoning_content == "A number."
+        assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
+    assert (answer.message.content, answer.finish_reason) == ("Yes.", "stop")
+
+
+def test_anthropics_client_reads_channels_as_thinking_and_calls(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    tools: Any = [{"name": "lookup", "input_schema": SCHEMA}]
+    fields = asking("t", tools=tools, extra_body={"temperature": 0})
+    fields["model"] = CHANNEL_MODEL
+    whole: Any = anthropic_client.messages.create(**fields)
+    with anthropic_client.messages.stream(**fields) as stream:
+        streamed: Any = stream.get_final_message()
+
+    for message in (whole, streamed):
+        thought, call = message.content
+        assert (thought.thinking, message.stop_reason) == ("A number.", "tool_use")
         assert (call.name, call.input) == ("lookup", {"order_id": 12345678901234567890123})
 
 

@@ -94,7 +94,7 @@ def test_random_texts_are_the_calls_that_are_required(template: str, choice: Any
     ends = text.turn_ends | {EOS_TOKEN_ID}
     for seed in range(4):
         draw, matcher = random.Random(seed), grammar.matcher()
-        # Reasoning, which may come first, could go on for ever.
+        # Reasoning, which may come first, has no end in a random text.
         begin = "<|channel|>commentary" if template == HARMONY else ""
         tokens = encoded(MODELS[template][1], begin)
         for token in tokens:

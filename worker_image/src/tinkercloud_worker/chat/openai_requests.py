@@ -271,7 +271,7 @@ class ChatCompletionRequest(_Sampling):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    """A variable of chat templates, for models that think as long as they are told."""
+    """A variable of chat templates, for models that reason as much as the request wants."""
     separate_reasoning: bool = False
     """Not OpenAI's: whether reasoning in `<think>` is apart from the text, also without JSON."""
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above

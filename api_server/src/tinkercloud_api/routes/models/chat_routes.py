@@ -41,7 +41,7 @@ _INSTEAD = {
     f"{routes.OPENAI}/responses": f"send the conversation to {routes.OPENAI_CHAT}",
     f"{routes.OPENAI}/embeddings": "it serves models that write text, and no embeddings",
 }
-"""What clients of OpenAI's API are told about calls that they often make."""
+"""What to do instead of calls that clients of OpenAI's API often make."""
 
 
 async def reject_unknown(call: Call) -> None:

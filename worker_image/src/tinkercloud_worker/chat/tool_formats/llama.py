@@ -10,7 +10,6 @@ import json
 from collections.abc import Sequence
 
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
-from tinkercloud_worker.chat.lark import HEADER, TEXT, json_rule, literal
 from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import (
     ARGUMENTS,
@@ -19,6 +18,7 @@ from tinkercloud_worker.chat.tool_formats.json_calls import (
     members_at,
     skip,
 )
+from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
 from tinkercloud_worker.chat.tool_formats.marked import json_rules, thought, thought_rules
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
@@ -75,8 +75,8 @@ class _Reader:
         self._held += text
         if self._waits:
             return []
-        begun = self._held.lstrip(SPACE)
-        if not self._has_shown and begun.startswith("{"):
+        started = self._held.lstrip(SPACE)
+        if not self._has_shown and started.startswith("{"):
             self._waits = True
             return []
         tag = self._held.find(_TAG)

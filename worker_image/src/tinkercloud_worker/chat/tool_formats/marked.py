@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, AnswerRule, Reasoning
-from tinkercloud_worker.chat.lark import HEADER, TEXT, json_rule, literal
 from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE
+from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
 
 _AFTER_THINKING = r"AFTER_THINKING: /[ \n]{0,8}/"
 

@@ -20,9 +20,9 @@ from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
-from tinkercloud_worker.chat.lark import literal
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.tool_formats import xml_values
+from tinkercloud_worker.chat.tool_formats.lark import literal
 from tinkercloud_worker.chat.tool_formats.marked import (
     MarkedForm,
     MarkedReader,

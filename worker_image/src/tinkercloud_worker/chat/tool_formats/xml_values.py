@@ -6,14 +6,14 @@ from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.lark import json_rule, literal
+from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
 
 Schema = Mapping[str, Any]
 _END = literal("\n</parameter>\n")
 """One token with the string before it, since tokens are as long as possible."""
 _NO_END = r"~/(.|\n)*<\/parameter>(.|\n)*/"
 STRING = rf"STRING: (/(.|\n)*/ & {_NO_END}) {_END}"
-"""The rule of any string: one with the end tag could not be told from what follows it."""
+"""The rule of any string: with the end tag in it, its end would not be certain."""
 _NOTES = frozenset(
     {
         *("$schema", "$id", "$comment", "$defs", "definitions", "title", "description"),
@@ -27,7 +27,7 @@ _STRING_KEYS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """How templates write values of earlier calls, so that models do, too."""
 _MAX_STEPS = 32
-"""Of references in a schema."""
+"""Maximum number of references and alternatives on the way to a schema."""
 _KIND_OF_TYPE = {
     str: "string",
     bool: "boolean",
