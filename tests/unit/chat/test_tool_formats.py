@@ -360,6 +360,25 @@ def test_tools_of_a_template_in_another_format_are_refused_with_the_known_ones()
         read_chat(body).ask(text)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (HARMONY, "<|channel|>commentary to=functions.look" + " " * 50_000 + "<|message|>{}"),
+        (HARMONY, "<|channel|>final" + " " * 50_000 + "!<|message|>{}"),
+        (MISTRAL_NAMED, "[TOOL_CALLS]" + "a" * 50_000 + " " * 50_000 + "{}"),
+        (QWEN_XML, "<tool_call><function=look>" + "</parameter> \n" * 20_000 + "</function>"),
+        (LLAMA, "{" + " " * 50_000 + '"name"' + " " * 50_000),
+    ],
+    ids=["Harmony", "no channel", "Mistral", "Qwen", "Llama"],
+)
+def test_odd_answers_are_read_without_delay(template: str, said: str) -> None:
+    parts = parts_of(template, [said])
+
+    assert len(parts) == 1
+    assert isinstance(parts[0], ToolCall) or parts[0] == said
+
+
 def test_long_calls_in_xml_are_searched_once_for_their_end() -> None:
     said = in_xml("look", city="</tool_call>x" * 20_000)
     known = format_of(QWEN_XML)

@@ -178,7 +178,8 @@ class _Reader:
             self._step = self._between
             return self._text(next_start, str)
         length = end + len(_MESSAGE)
-        found = _HEADER.fullmatch(self._held[:length])
+        # Runs of white space would make the search slow.
+        found = _HEADER.fullmatch(" ".join(self._held[:length].split()))
         if found is None:
             self._step = self._between
             return self._text(length, str)
