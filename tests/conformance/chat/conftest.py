@@ -8,38 +8,20 @@ import pytest
 import tinker
 
 from tinkercloud_testing.chat import (
-    CHANNEL_MODEL,
     CHAT_MODEL,
     SAYING_MODEL,
-    SAYING_TEMPLATE,
     a_chat_model,
     a_saying_model,
 )
 from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 _CALL = '\n{"name": "lookup", "parameters": {"order_id": 12345678901234567890123}}\n'
-_CALL_ARGUMENTS = '{"order_id": 12345678901234567890123}'
 _SAID = {
     "t": ["Sure.", "<tool_call>", _CALL, "</tool_call>"],
     "s": ["Hi", "<|im_start|>", "user", " again"],
     "w": ["世"],
 }
 """What the model says, by the last character of the prompt."""
-_SAID_IN_CHANNELS = {
-    "t": [
-        *("<|channel|>analysis<|message|>", "A number.", "<|end|><|start|>assistant"),
-        *(
-            "<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>",
-            _CALL_ARGUMENTS,
-        ),
-        "<|call|>",
-    ],
-    "y": ["<|channel|>final<|message|>", "Yes.", "<|return|>"],
-}
-_CHANNEL_TEMPLATE = (
-    SAYING_TEMPLATE.replace("<tool_call>", "a call").replace("</tool_call>", "")
-    + "{#- <|start|>assistant to=functions.f<|channel|><|message|><|call|><|return|> #}"
-)
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +32,6 @@ def chat_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folders = {
         CHAT_MODEL: a_chat_model(models / "chat", positions=2048),
         SAYING_MODEL: a_saying_model(models / "saying", _SAID, special),
-        CHANNEL_MODEL: a_saying_model(
-            models / "channels", _SAID_IN_CHANNELS, ["<|call|>", "<|return|>"], _CHANNEL_TEMPLATE
-        ),
     }
     with a_server(tmp_path_factory.mktemp("chat"), folders, {}) as running:
         yield running
