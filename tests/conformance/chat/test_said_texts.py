@@ -1,5 +1,6 @@
 """Official clients receive what a model says: its calls, its numbers, and no stop strings."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -8,22 +9,58 @@ import openai
 import pytest
 from tinker import types
 
-from tinkercloud_testing.chat import SAYING_MODEL
+from tinkercloud_testing.chat import (
+    CHANNEL_MODEL,
+    SAYING_MODEL,
+    SAYING_TEMPLATE,
+    a_saying_model,
+)
 from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 ARGUMENTS = '{"order_id": 12345678901234567890123}'
 SCHEMA = {"type": "object", "properties": {"order_id": {"type": "integer"}}}
 STOP = "<|im_start|>user"
+SAID_IN_CHANNELS = {
+    "t": [
+        *("<|channel|>analysis<|message|>", "A number.", "<|end|><|start|>assistant"),
+        *(
+            "<|channel|>commentary to=functions.lookup <|constrain|>json<|message|>",
+            ARGUMENTS,
+        ),
+        "<|call|>",
+    ],
+    "y": ["<|channel|>final<|message|>", "Yes.", "<|return|>"],
+}
+CHANNEL_TEMPLATE = (
+    SAYING_TEMPLATE.replace("<tool_call>", "a call").replace("</tool_call>", "")
+    + "{#- <|start|>assistant to=functions.f<|channel|><|message|><|call|><|return|> #}"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded(chat_server: Server) -> None:
     """Wait until the model is loaded."""
-    with chat_server.client() as sdk:
-        sampler = sdk.create_sampling_client(base_model=SAYING_MODEL).result()
+    wait_until_loaded(chat_server, SAYING_MODEL)
+
+
+def wait_until_loaded(server: Server, model: str) -> None:
+    with server.client() as sdk:
+        sampler = sdk.create_sampling_client(base_model=model).result()
         prompt = types.ModelInput.from_ints(byte_tokenizer().encode("w"))
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1)).result()
+
+
+@pytest.fixture(scope="module")
+def channel_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server whose model writes channels."""
+    special = ["<|call|>", "<|return|>"]
+    folder = a_saying_model(
+        tmp_path_factory.mktemp("channels"), SAID_IN_CHANNELS, special, CHANNEL_TEMPLATE
+    )
+    with a_server(tmp_path_factory.mktemp("chat"), {CHANNEL_MODEL: folder}, {}) as running:
+        wait_until_loaded(running, CHANNEL_MODEL)
+        yield running
 
 
 def asking(how: str, **fields: Any) -> Any:
@@ -58,6 +95,44 @@ def test_anthropics_client_reads_a_call_with_special_tags_whole_and_streamed(
     for message in (whole, streamed):
         text, call = message.content
         assert (text.text, message.stop_reason) == ("Sure.", "tool_use")
+        assert (call.name, call.input) == ("lookup", {"order_id": 12345678901234567890123})
+
+
+def test_openais_client_reads_channels_as_reasoning_and_calls(
+    channel_server: Server,
+) -> None:
+    url = f"{channel_server.url}/oai/api/v1"
+    openai_client = openai.OpenAI(base_url=url, api_key=API_KEY, max_retries=0)
+    tools: Any = [{"type": "function", "function": {"name": "lookup", "parameters": SCHEMA}}]
+    fields = {**asking("t", tools=tools, temperature=0), "model": CHANNEL_MODEL}
+    whole = openai_client.chat.completions.create(**fields).choices[0]
+    with openai_client.chat.completions.stream(**fields) as stream:
+        streamed: Any = stream.get_final_completion().choices[0]
+    answer = openai_client.chat.completions.create(
+        **{**asking("y", temperature=0), "model": CHANNEL_MODEL}
+    ).choices[0]
+
+    for choice in (whole, streamed):
+        (call,) = choice.message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("lookup", ARGUMENTS)
+        assert choice.message.reasoning_content == "A number."
+        assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
+    assert (answer.message.content, answer.finish_reason) == ("Yes.", "stop")
+
+
+def test_anthropics_client_reads_channels_as_thinking_and_calls(channel_server: Server) -> None:
+    url = f"{channel_server.url}/anthropic/api"
+    anthropic_client = anthropic.Anthropic(base_url=url, api_key=API_KEY, max_retries=0)
+    tools: Any = [{"name": "lookup", "input_schema": SCHEMA}]
+    fields = asking("t", tools=tools, extra_body={"temperature": 0})
+    fields["model"] = CHANNEL_MODEL
+    whole: Any = anthropic_client.messages.create(**fields)
+    with anthropic_client.messages.stream(**fields) as stream:
+        streamed: Any = stream.get_final_message()
+
+    for message in (whole, streamed):
+        thought, call = message.content
+        assert (thought.thinking, message.stop_reason) == ("A number.", "tool_use")
         assert (call.name, call.input) == ("lookup", {"order_id": 12345678901234567890123})
 
 

@@ -12,6 +12,7 @@ from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_
 
 CHAT_MODEL = "tiny/chat"
 SAYING_MODEL = "tiny/saying"
+CHANNEL_MODEL = "tiny/channels"
 _TEMPLATE = """
 {%- if tools %}{{ '<tools>' }}{%- for tool in tools %}{{ tool | tojson }}{%- endfor %}
 {{- 'Answer with <tool_call>.' }}{%- endif %}
@@ -20,7 +21,8 @@ _TEMPLATE = """
 {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
 {{- '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
-_SAYING_TEMPLATE = _TEMPLATE.replace("'assistant: '", "messages[-1].content[-1]")
+SAYING_TEMPLATE = _TEMPLATE.replace("'assistant: '", "messages[-1].content[-1]")
+"""Ends with the last character of the last message."""
 
 
 def a_chat_model(folder: Path, positions: int = 512) -> Path:
@@ -38,7 +40,10 @@ def a_chat_model(folder: Path, positions: int = 512) -> Path:
 
 
 def a_saying_model(
-    folder: Path, texts: Mapping[str, Sequence[str]], special: Sequence[str]
+    folder: Path,
+    texts: Mapping[str, Sequence[str]],
+    special: Sequence[str],
+    template: str = SAYING_TEMPLATE,
 ) -> Path:
     """Write a model that says given texts at temperature 0, and return its folder.
 
@@ -50,13 +55,14 @@ def a_saying_model(
         texts: by the last character of the prompt, the tokens of the text, each in one text only;
             single characters are the tokens of their bytes.
         special: those that are special tokens.
+        template: its chat template, in which the prompt ends as in `SAYING_TEMPLATE`.
     """
     tokenizer = byte_tokenizer()
     pieces = [piece for text in texts.values() for piece in text if len(piece) > 1]
     tokenizer.add_tokens(
         [AddedToken(each, special=each in special, normalized=False) for each in pieces]
     )
-    tokenizer.chat_template = _SAYING_TEMPLATE
+    tokenizer.chat_template = template
     size = len(tokenizer)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -64,15 +64,25 @@ class Said:
     """Sampled tokens that are counted."""
     blocks: tuple[str, ...] = ()
     """Types of the blocks, if the format has them."""
+    thought: str = ""
+    """The reasoning that is separated from the text."""
 
 
 def openai_says(
-    text: ChatText, said: Sequence[int], *, streams: bool, tools: bool = False, **fields: Any
+    text: ChatText, said: Sequence[int], *, streams: bool, tools: Any = False, **fields: Any
 ) -> list[Said]:
-    """Return the choices of a chat completion in which each sample says the same tokens."""
+    """Return the choices of a chat completion in which each sample says the same tokens.
+
+    Args:
+        text: the model's text.
+        said: the tokens.
+        streams: whether the answer is a stream.
+        tools: the tools that are offered; True for one without parameters.
+        fields: further fields of the request.
+    """
     content: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     if tools:
-        content["tools"] = [{"type": "function", "function": _TOOL}]
+        content["tools"] = [{"type": "function", "function": _TOOL}] if tools is True else tools
     request = openai_requests.read_chat(_body(content, fields, streams=streams))
     asked = request.ask(text)
     body = _answered(ChatAnswer(request, asked, text), asked, text, said)
@@ -84,6 +94,7 @@ def openai_says(
             _functions(each["message"].get("tool_calls", [])),
             each["finish_reason"],
             num_tokens=json.loads(body)["usage"]["completion_tokens"],
+            thought=each["message"].get("reasoning_content", ""),
         )
         for each in json.loads(body)["choices"]
     ]
@@ -129,7 +140,7 @@ def _body(content: dict[str, Any], fields: dict[str, Any], *, streams: bool) -> 
 def _answered(answer: WireAnswer, asked: Asked, text: ChatText, said: Sequence[int]) -> bytes:
     ends = text.turn_ends | {EOS_TOKEN_ID}
     choices = [
-        Choice(text, prompt, ends, asked.stops, asked.parses_tools)
+        Choice(text, prompt, ends, asked.stops, asked.reader(text), asked.thoughts(text, prompt))
         for prompt in asked.prompts
         for _ in range(asked.num_choices)
     ]
@@ -182,7 +193,8 @@ def _of_chunks(stream: bytes, num_choices: int) -> list[Said]:
         texts = [each["delta"].get("content") or "" for each in parts]
         calls = [call for each in parts for call in each["delta"].get("tool_calls", [])]
         [reason] = [each["finish_reason"] for each in parts if each["finish_reason"]]
-        found.append(Said("".join(texts), _functions(calls), reason))
+        thoughts = [each["delta"].get("reasoning_content") or "" for each in parts]
+        found.append(Said("".join(texts), _functions(calls), reason, thought="".join(thoughts)))
     return found
 
 
@@ -198,6 +210,7 @@ def _of_message(body: bytes) -> Said:
         message["stop_sequence"],
         int(message["usage"]["output_tokens"]),
         tuple(block["type"] for block in blocks),
+        "".join(block.get("thinking", "") for block in blocks),
     )
 
 
@@ -236,4 +249,5 @@ def _of_message_events(stream: bytes) -> Said:
         last["delta"]["stop_sequence"],
         last["usage"]["output_tokens"],
         tuple(block["type"] for block in blocks),
+        "".join(each["delta"].get("thinking", "") for each in deltas),
     )

@@ -198,6 +198,81 @@ def test_a_template_that_changes_the_message_to_continue_is_an_error(content: st
         read_messages(body).ask(text)
 
 
+EFFORT = "{{ reasoning_effort | default('medium') }}|{{ messages[0].content }}"
+
+
+def test_the_reasoning_effort_reaches_templates_that_use_it() -> None:
+    text = a_text(EFFORT)
+
+    assert rendered(text) == "medium|hi"
+    assert rendered(text, reasoning_effort="high") == "high|hi"
+    same = {"reasoning_effort": "low"}
+    assert rendered(text, reasoning_effort="low", chat_template_kwargs=same) == "low|hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "words"),
+    [
+        (TEMPLATE, {"reasoning_effort": "high"}, "does not use it"),
+        (EFFORT, {"reasoning_effort": "enormous"}, "'low'"),
+        (
+            EFFORT,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "differs",
+        ),
+    ],
+)
+def test_a_reasoning_effort_that_would_be_lost_is_refused_by_name(
+    template: str, fields: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^reasoning_effort: .*{words}"):
+        rendered(a_text(template), **fields)
+
+
+DEFAULTS: dict[str, Any] = {
+    "best_of": 1,
+    "min_p": 0,
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "top_k": -1,
+    "bad_words": [],
+    "stop_token_ids": [],
+    "length_penalty": 1.0,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
+    "guided_json": None,
+    "allowed_token_ids": None,
+    "priority": 0,
+    "detokenize": True,
+    "logit_bias": {},
+}
+"""Fields of vLLM with the values that mean what is done anyway."""
+
+
+def test_fields_of_other_servers_are_accepted_with_their_neutral_values() -> None:
+    assert rendered(a_text(), **DEFAULTS, echo=False, include_reasoning=True) == "[user|hi]>"
+    completion = {"model": "m", "prompt": "ab", "add_special_tokens": True, **DEFAULTS}
+    assert read_completion(orjson.dumps(completion)).ask(TEXT).offered is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("best_of", 2), ("min_tokens", 5), ("length_penalty", 0.9), ("ignore_eos", True)),
+        *(("skip_special_tokens", False), ("stop_token_ids", [2]), ("guided_json", {})),
+        *(("allowed_token_ids", [1]), ("bad_words", ["x"]), ("echo", True), ("priority", 3)),
+    ],
+)
+def test_fields_of_other_servers_are_refused_by_name_with_other_values(
+    field: str, value: object
+) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{field}: this server does not support it"):
+        rendered(a_text(), **{field: value})
+
+
 @given(st.dictionaries(_NAMES, _JSON, max_size=6))
 @pytest.mark.parametrize("read", [read_chat, read_completion, read_messages])
 def test_any_json_is_read_or_refused(read: Any, content: dict[str, Any]) -> None:

@@ -9,12 +9,21 @@ from hypothesis import strategies as st
 
 from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
+from tinkercloud_worker.chat.answer_rules import ANY_OBJECT, Function
+from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
-from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+from tinkercloud_worker.chat.tool_formats.known import HERMES
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader
 from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
 TOKENIZER = byte_tokenizer()
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+
+
+def a_reader() -> CallReader:
+    reader = HERMES.reader([Function("f", ANY_OBJECT, "tools.0")])
+    assert reader is not None
+    return reader
 
 
 def grown(tokens: list[int], prompt: list[int]) -> list[str]:
@@ -119,7 +128,7 @@ def test_nothing_of_a_stop_string_is_passed_on(text: str, cuts: list[int], stop:
 
 @given(st.lists(st.integers(0, 90)))
 def test_a_call_is_found_however_its_text_arrives(cuts: list[int]) -> None:
-    parser = ToolCallParser()
+    parser = a_reader()
     parts = [p for piece in in_pieces(f"Let me see.{CALL}ok", cuts) for p in parser.add(piece)]
     parts += parser.finish()
     calls = [part for part in parts if isinstance(part, ToolCall)]
@@ -139,5 +148,5 @@ def test_a_call_is_found_however_its_text_arrives(cuts: list[int]) -> None:
     ],
 )
 def test_text_that_is_no_call_stays_text(text: str) -> None:
-    parser = ToolCallParser()
+    parser = a_reader()
     assert "".join(map(str, [*parser.add(text), *parser.finish()])) == text

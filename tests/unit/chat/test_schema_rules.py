@@ -12,8 +12,9 @@ from tinkercloud_worker.chat.answer_rules import Reasoning
 from tinkercloud_worker.chat.anthropic_messages import read_messages
 from tinkercloud_worker.chat.grammars import Grammars
 from tinkercloud_worker.chat.openai_requests import read_chat
+from tinkercloud_worker.chat.parts import Thought
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.chat.thoughts import Thought, ThoughtSplitter
+from tinkercloud_worker.chat.thoughts import ThoughtSplitter
 from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar
 
 # New grammars are tried in processes of their own.

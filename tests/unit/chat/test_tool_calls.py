@@ -4,11 +4,20 @@ import pytest
 
 from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.said import a_text, anthropic_says, openai_says
-from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+from tinkercloud_worker.chat.answer_rules import ANY_OBJECT, Function
+from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.tool_formats.known import HERMES
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader
 
 TEXT, _ = a_text()
 TOKENIZER = byte_tokenizer()
 DEEP = "[" * 5000 + "]" * 5000
+
+
+def a_reader() -> CallReader:
+    reader = HERMES.reader([Function("f", ANY_OBJECT, "tools.0")])
+    assert reader is not None
+    return reader
 
 
 def call(arguments: str, key: str = "arguments") -> str:
@@ -148,7 +157,7 @@ def test_white_space_around_calls_is_no_content(
 
 
 def test_text_before_a_call_is_not_kept_back_until_the_call_ends() -> None:
-    parser = ToolCallParser()
+    parser = a_reader()
 
     assert parser.add('Let me see.\n<tool_call>{"name": ') == ["Let me see."]
     [found] = parser.add('"f"}</tool_call>')
@@ -156,7 +165,7 @@ def test_text_before_a_call_is_not_kept_back_until_the_call_ends() -> None:
 
 
 def test_long_calls_are_searched_once_for_their_end() -> None:
-    parser = ToolCallParser()
+    parser = a_reader()
     text = call('{"a": "%s"}' % ("</tool_call>x\\\\" * 20_000))
     parts = [part for at in range(0, len(text), 4) for part in parser.add(text[at : at + 4])]
 

@@ -129,6 +129,19 @@ async def test_an_unknown_model_is_an_error_of_the_field_model(client: httpx.Asy
         assert error["code"] == ("model_not_found" if answer.status_code == 404 else None)
 
 
+async def test_calls_that_clients_of_openai_often_make_are_refused_with_what_to_do(
+    client: httpx.AsyncClient,
+) -> None:
+    for path, instead in (("responses", routes.OPENAI_CHAT), ("embeddings", "no embeddings")):
+        for below in ("", "/some-id"):
+            answer = await client.post(f"{routes.OPENAI}/{path}{below}", json={"model": "m"})
+            error: dict[str, Any] = answer.json()["error"]
+
+            assert (answer.status_code, error["code"]) == (404, "not_found")
+            assert f"{path}{below} is not supported by this server; " in error["message"]
+            assert instead in error["message"]
+
+
 async def test_every_answer_names_its_request(client: httpx.AsyncClient) -> None:
     for path, key, status in (
         (routes.OPENAI_MODELS, KEY, 200),

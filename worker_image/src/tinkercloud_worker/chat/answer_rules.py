@@ -1,18 +1,16 @@
-"""What the text of an answer may be: rules from the fields of requests, and their grammars.
+"""What the text of an answer may be: rules from the fields of requests.
 
-Grammars are in llguidance's dialect of Lark:
-https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md
+The format of the model's tool calls turns them into grammars (`tool_formats`).
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.chat.tool_formats.lark import HEADER, json_rule
 
-HERMES_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 THINK, THINK_END = "<think>", "</think>"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 MAX_SCHEMA_CHARACTERS = 1 << 16
@@ -21,11 +19,6 @@ MAX_DEPTH = 64
 """Maximum nesting of a schema, in objects and lists."""
 _MAX_NUMBER = 1 << 53
 """The grammar would round larger numbers."""
-_SPACES = r"[ ]?|\r?\n[ \t]{0,32}"
-"""White space between two parts of JSON. Without a limit, a sample could consist of spaces."""
-_HEADER = "%llguidance {}"
-_TEXT = r"TEXT: /(.|\n)*/"
-_AFTER_THINKING = r"AFTER_THINKING: /[ \n]{0,8}/"
 
 
 class Reasoning(Enum):
@@ -145,7 +138,7 @@ def schemas_of(rule: AnswerRule) -> list[tuple[str, str]]:
     sources, size = [], 0
     for field, schema in given:
         _check(schema, field)
-        source = "\n".join([_HEADER, "start: json", _json_rule("json", schema)])
+        source = "\n".join([HEADER, "start: json", json_rule("json", schema)])
         size += len(source)
         if size > MAX_SCHEMA_CHARACTERS:
             raise InvalidRequest(
@@ -173,52 +166,3 @@ def _check(schema: Mapping[str, Any], field: str) -> None:
                 f"{field}: numbers in a JSON schema must be between -2**53 and 2**53, got"
                 f" {str(value)[:40]}"
             )
-
-
-def _json_rule(name: str, schema: Mapping[str, Any]) -> str:
-    options = {"whitespace_pattern": _SPACES, "key_separator": ":", "item_separator": ","}
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': options})}"
-
-
-def source_of(rule: AnswerRule, reasoning: Reasoning) -> str:
-    """Return the grammar of a rule, after reasoning if the template has it."""
-    numbers = range(len(rule.functions))
-    call = " | ".join(f"call_{number}" for number in numbers)
-    forms = []
-    if rule.has_text:
-        # Calls begin where the tag is written for the first time, as for the parser of calls.
-        call = f"tag ({call})"
-        forms.append(f"TEXT | {call}" if rule.is_one_call else f"({call})* TEXT")
-    elif rule.functions:
-        call = f"{_text(HERMES_CALL)} ({call})"
-        forms.append(call if rule.is_one_call else rf'{call} ("\n"? {call})*')
-    if rule.json_schema is not None:
-        forms.append("json")
-    lines = [_HEADER, f"start: {_thought(rule, reasoning)}({' | '.join(forms)})"]
-    if rule.has_text:
-        lines += [_TEXT, f"tag[lazy]: TEXT {_text(HERMES_CALL)}"]
-    elif reasoning is not Reasoning.NONE:
-        lines += [_TEXT, f"thought[lazy]: TEXT {_text(THINK_END)}", _AFTER_THINKING]
-    for number, function in enumerate(rule.functions):
-        name = json.dumps(function.name, ensure_ascii=False)
-        begin = _text(f'{{"name": {name}, "arguments": ')
-        # Templates and trained models differ in the line breaks, which mean nothing.
-        lines.append(f'call_{number}: "\\n"? {begin} json_{number} "}}" "\\n"? {_text(_CALL_END)}')
-        lines.append(_json_rule(f"json_{number}", function.schema))
-    if rule.json_schema is not None:
-        lines.append(_json_rule("json", rule.json_schema))
-    return "\n".join(lines)
-
-
-def _thought(rule: AnswerRule, reasoning: Reasoning) -> str:
-    """Return what comes before the forms; free text includes reasoning."""
-    if rule.has_text or reasoning is Reasoning.NONE:
-        return ""
-    if reasoning is Reasoning.OPEN:
-        return "thought AFTER_THINKING "
-    return f"({_text(THINK)} thought AFTER_THINKING)? "
-
-
-def _text(text: str) -> str:
-    """Return a literal of the grammar."""
-    return json.dumps(text, ensure_ascii=False)

@@ -23,9 +23,8 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
+from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.chat.thoughts import Thought
-from tinkercloud_worker.chat.tool_calls import ToolCall
 
 IGNORED = frozenset(
     {
@@ -159,7 +158,8 @@ class MessagesRequest(CountTokensRequest):
             for index, tool in enumerate(self.tools)
         ]
         schema = None if form is None else form.schema_
-        rule = rule_of(functions, self._choice, schema, "output_config")
+        choice = self._choice
+        rule = rule_of(functions, choice, schema, "output_config")
         return Asked(
             model=self.model,
             prompts=[self.tokens(text)],
@@ -172,7 +172,7 @@ class MessagesRequest(CountTokensRequest):
             ),
             stops=tuple(self.stop_sequences),
             streams=self.stream,
-            parses_tools=bool(self.used_tools),
+            offered=() if choice.kind == "none" else functions,
             rule=rule,
         )
 
@@ -271,7 +271,7 @@ class MessageAnswer:
         """The type of the block that the stream is within: "text" or "thinking"; None for none."""
         self._sent = 0
 
-    def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
+    def keep(self, index: int, parts: Sequence[Part]) -> None:
         """Keep parts of the message for the whole answer."""
         del index
         for part in parts:
@@ -292,12 +292,12 @@ class MessageAnswer:
         usage = {"input_tokens": self._num_prompt_tokens, "output_tokens": 0}
         return _event("message_start", message=self._message([], None, None, usage))
 
-    def add(self, index: int, parts: Sequence[str | ToolCall], tokens: Sequence[object]) -> bytes:
+    def add(self, index: int, parts: Sequence[Part], tokens: Sequence[object]) -> bytes:
         """Return events with the newest parts of the message."""
         del index, tokens
         return b"".join(event for part in parts for event in self._events(part))
 
-    def _events(self, part: str | ToolCall) -> list[bytes]:
+    def _events(self, part: Part) -> list[bytes]:
         events = []
         if isinstance(part, str):
             kind = _kind_of(part)

@@ -11,10 +11,11 @@ from tinkercloud_protocol.requests.sampling_requests import Chunk, SamplingParam
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import read_body
 from tinkercloud_protocol.wire.json_model import WireModel, describe
-from tinkercloud_worker.chat.answer_rules import AnswerRule
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function
+from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.text import ChatText, ShownText
-from tinkercloud_worker.chat.thoughts import Thought, ThoughtSplitter
-from tinkercloud_worker.chat.tool_calls import ToolCall, ToolCallParser
+from tinkercloud_worker.chat.thoughts import ThoughtSplitter
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
 ModelT = TypeVar("ModelT", bound=WireModel)
@@ -44,7 +45,10 @@ class Asked:
     """Samples of each prompt."""
     top_logprobs: int = 0
     streams: bool = False
-    parses_tools: bool = False
+    offered: Sequence[Function] | None = None
+    """The tools that the model may call; None if the answer is a text, as of completions."""
+    separates_reasoning: bool = False
+    """Whether reasoning is apart from the text, also if the answer is no JSON."""
     rule: AnswerRule | None = None
     """The forms that the answer may have; None for any text."""
     echoed: Sequence[str] | None = None
@@ -58,6 +62,16 @@ class Asked:
     def is_reported_whole(self) -> bool:
         """Whether tokens wait for the end of the sample: those of prompts come with it."""
         return self.echoed is not None or self.samples_nothing
+
+    def reader(self, text: ChatText) -> CallReader | None:
+        """Return what finds the calls in one answer; None if all of it is text."""
+        return None if self.offered is None else text.reader(self.offered)
+
+    def thoughts(self, text: ChatText, prompt: Sequence[int]) -> ThoughtSplitter | None:
+        """Return what separates the reasoning of an answer to a prompt; None if it is text."""
+        is_json = self.rule is not None and self.rule.json_schema is not None
+        is_apart = is_json or self.separates_reasoning
+        return ThoughtSplitter(text.reasoning_after(prompt)) if is_apart else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +93,25 @@ class Choice:
     ends: Collection[int]
     """Tokens that end a sample, and have no text."""
     stops: tuple[str, ...]
-    parses_tools: bool
+    reader: CallReader | None = None
+    """Finds its calls."""
     thoughts: ThoughtSplitter | None = None
-    """Separates its reasoning, if the rest is JSON."""
+    """Separates its reasoning."""
     tokens: list[SampledToken] = field(default_factory=list)
     has_calls: bool = False
     is_complete: bool = False
     """Whether a stop rule ended it, after `finish`; False for one that reached its length."""
     _shown: ShownText = field(init=False)
-    _parser: ToolCallParser | None = field(init=False)
 
     def __post_init__(self) -> None:
         self._shown = ShownText(self.text, self.prompt, self.ends, self.stops)
-        self._parser = ToolCallParser() if self.parses_tools else None
 
-    def add(self, token: SampledToken) -> list[str | ToolCall]:
+    def add(self, token: SampledToken) -> list[Part]:
         """Append a token; return the text and the calls that have become certain."""
         self.tokens.append(token)
         return self._parsed(self._shown.add(token.token))
 
-    def finish(self, *, is_complete: bool) -> list[str | ToolCall]:
+    def finish(self, *, is_complete: bool) -> list[Part]:
         """Return the rest of the text and the calls.
 
         Args:
@@ -108,8 +121,8 @@ class Choice:
         parts = self._parsed(self._shown.finish())
         rest = [] if self.thoughts is None else self.thoughts.finish()
         parts += [each for part in rest for each in self._with_calls(part)]
-        if self._parser is not None:
-            parts += self._marked(self._parser.finish())
+        if self.reader is not None:
+            parts += self._marked(self.reader.finish())
         return parts
 
     @property
@@ -123,16 +136,16 @@ class Choice:
         """The stop string that ended it; None if something else did."""
         return self._shown.found_stop
 
-    def _parsed(self, text: str) -> list[str | ToolCall]:
+    def _parsed(self, text: str) -> list[Part]:
         texts = [text] if self.thoughts is None else self.thoughts.add(text)
         return [each for part in texts for each in self._with_calls(part)]
 
-    def _with_calls(self, text: str) -> list[str | ToolCall]:
-        if self._parser is None or isinstance(text, Thought) or not text:
+    def _with_calls(self, text: str) -> list[Part]:
+        if self.reader is None or isinstance(text, Thought) or not text:
             return [text] if text else []
-        return self._marked(self._parser.add(text))
+        return self._marked(self.reader.add(text))
 
-    def _marked(self, parts: list[str | ToolCall]) -> list[str | ToolCall]:
+    def _marked(self, parts: list[Part]) -> list[Part]:
         self.has_calls = self.has_calls or any(isinstance(part, ToolCall) for part in parts)
         return parts
 

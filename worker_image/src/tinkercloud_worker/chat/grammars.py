@@ -20,7 +20,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
-from tinkercloud_worker.chat.answer_rules import AnswerRule, schemas_of, source_of
+from tinkercloud_worker.chat.answer_rules import AnswerRule, schemas_of
 from tinkercloud_worker.chat.grammar_check import SECONDS, compiled
 from tinkercloud_worker.chat.text import ChatText
 
@@ -148,7 +148,7 @@ class Grammars:
         """
         schemas = schemas_of(rule)
         field = schemas[0][0]
-        source = source_of(rule, text.reasoning_after(prompt))
+        source = text.source(rule, prompt)
         with self._lock:
             if (known := self._kept.get(source)) is not None:
                 self._kept.move_to_end(source)

@@ -10,13 +10,11 @@ import orjson
 
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
 from tinkercloud_worker.chat.openai_requests import ChatCompletionRequest, CompletionRequest
+from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.chat.thoughts import Thought
-from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 
 DONE = b"data: [DONE]\n\n"
-Part = str | ToolCall
 
 
 @dataclass(frozen=True, slots=True)

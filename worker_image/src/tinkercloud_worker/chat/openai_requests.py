@@ -36,9 +36,30 @@ IGNORED = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "functions": ([],),
+    "function_call": ("auto", "none"),
+    "verbosity": ("medium",),
     "best_of": (1,),
     "suffix": ("",),
+    # Of vLLM and SGLang, whose clients send their defaults.
+    **dict.fromkeys(("bad_words", "documents", "logits_processors", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("mm_processor_kwargs", "vllm_xargs"), ({},)),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "use_beam_search"), (False,)),
+    **dict.fromkeys(("continue_final_message", "no_stop_trim"), (False,)),
+    **dict.fromkeys(("return_hidden_states", "return_token_ids"), (False,)),
+    "return_tokens_as_token_ids": (False,),
+    **dict.fromkeys(("detokenize", "include_reasoning", "skip_special_tokens"), (True,)),
+    "spaces_between_special_tokens": (True,),
+    "length_penalty": (1,),
+    "min_tokens": (0,),
+    "priority": (0,),
 }
+_CHAT_NEUTRAL = {
+    **_NEUTRAL,
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+}
+_COMPLETION_NEUTRAL = {**_NEUTRAL, "add_special_tokens": (True,)}
 _MAX_PROMPTS = 128
 _MAX_ECHOED_VALUES = 1 << 21
 """Logprobs of prompts in one answer, about 40 bytes each."""
@@ -247,6 +268,12 @@ class ChatCompletionRequest(_Sampling):
     ] = "auto"
     parallel_tool_calls: bool = True
     response_format: _ResponseFormat = _ResponseFormat(type="text")
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
+    """A variable of chat templates, for models that reason as much as the request wants."""
+    separate_reasoning: bool = False
+    """Not OpenAI's: whether reasoning in `<think>` is apart from the text, also without JSON."""
     chat_template_kwargs: TemplateOptions = {}  # noqa: RUF012 - as above
     """Not OpenAI's: variables of the chat template, such as `enable_thinking`."""
 
@@ -266,7 +293,7 @@ class ChatCompletionRequest(_Sampling):
             for index, message in enumerate(self.messages)
             for image in images_of(message.content, f"messages.{index}.content")
         ]
-        prompt = text.render(messages, tools, template_options(self.chat_template_kwargs))
+        prompt = text.render(messages, tools, self._template_options(text))
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return Asked(
             model=self.model,
@@ -277,9 +304,31 @@ class ChatCompletionRequest(_Sampling):
             num_choices=self.n,
             top_logprobs=self.top_logprobs,
             streams=self.stream,
-            parses_tools=bool(tools),
+            offered=() if self.tool_choice == "none" else self._functions,
+            separates_reasoning=self.separate_reasoning,
             rule=rule,
         )
+
+    def _template_options(self, text: ChatText) -> dict[str, Any]:
+        """Return the variables of the chat template.
+
+        Raises:
+            InvalidRequest: one of them is not a template's own.
+        """
+        options, effort = template_options(self.chat_template_kwargs), self.reasoning_effort
+        if effort is None:
+            return options
+        if not text.uses("reasoning_effort"):
+            raise InvalidRequest(
+                "reasoning_effort: the chat template of this model does not use it; leave it out,"
+                " or send variables of the template in chat_template_kwargs"
+            )
+        if options.get("reasoning_effort", effort) != effort:
+            raise InvalidRequest(
+                f"reasoning_effort: {effort!r} differs from the one in chat_template_kwargs; send"
+                " one of them"
+            )
+        return {**options, "reasoning_effort": effort}
 
     @property
     def _choice(self) -> ToolChoice:
@@ -400,7 +449,7 @@ def read_chat(body: bytes) -> ChatCompletionRequest:
         InvalidRequest: a field is invalid or not supported.
     """
     content = read_object(body)
-    return read_fields(ChatCompletionRequest, content, ignored=IGNORED, neutral=_NEUTRAL)
+    return read_fields(ChatCompletionRequest, content, ignored=IGNORED, neutral=_CHAT_NEUTRAL)
 
 
 def read_completion(body: bytes) -> CompletionRequest:
@@ -410,4 +459,4 @@ def read_completion(body: bytes) -> CompletionRequest:
         InvalidRequest: a field is invalid or not supported.
     """
     content = read_object(body)
-    return read_fields(CompletionRequest, content, ignored=IGNORED, neutral=_NEUTRAL)
+    return read_fields(CompletionRequest, content, ignored=IGNORED, neutral=_COMPLETION_NEUTRAL)

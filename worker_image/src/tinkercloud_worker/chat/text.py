@@ -15,13 +15,19 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.chat.answer_rules import HERMES_CALL, THINK, THINK_END, Reasoning
+from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.exact_values import ExactValues
+from tinkercloud_worker.chat.parts import suffix_length
 from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.token_bytes import TokenBytes
+from tinkercloud_worker.chat.tool_formats.known import FORMATS, HERMES, format_of
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 from tinkercloud_worker.engine.sampling.growing_text import GrowingText, decoder_of
 
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>")
+_TURN_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|call|>", "<|return|>"),
+)
 """Tokens with which the templates of public families end a turn."""
 _END_TOKENS = 32
 """Tokens that hold a mark at the end of a prompt, and white space after it."""
@@ -29,7 +35,7 @@ _SHOWN_CHARACTERS = 1000
 """Maximum length of a template's error in ours."""
 _MARKS = re.compile("think|thought|reason|channel|tool.?call", re.IGNORECASE)
 """Names of special tokens that mark reasoning, channels and tool calls in a model's output."""
-_CHANNEL = "<|channel|>"
+_CHANNEL, _CHANNEL_TURN = "<|channel|>", "<|start|>assistant"
 _CHANNEL_MARKS = frozenset({"<|start|>", "<|message|>", "<|constrain|>", "<|end|>"})
 """Further marks in the output of models with channels (OpenAI's Harmony format)."""
 
@@ -65,32 +71,56 @@ class ChatText:
             if mark in ids and any(mark in template for template in self._templates.values())
         )
         """Tokens that end a turn, in addition to the model's end tokens."""
-        self.hidden = _hidden_of(tokenizer)
+        self._format: ToolFormat | None = format_of(self._tool_template)
+        self.hidden = _hidden_of(tokenizer, self._format.marks if self._format else ())
         """Special tokens that clients do not see."""
         self.decode_all = decoder_of(tokenizer)
         """Decodes tokens to the text in which stop strings are searched."""
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the template has tools, called in Hermes' format (also that of Qwen 2.5 and 3).
+        """Whether the template has tools, called in a known format.
 
-        Others that use the same tag write parameters as XML. Tokenizers that can't write the tag
-        as it is make no calls that could be found.
+        Tokenizers that can't write the marks of the format as they are make no calls that could
+        be found.
         """
         template = self._tool_template
-        is_hermes = "tools" in template and HERMES_CALL in template and "<function=" not in template
-        tag = self._tokenizer.encode(HERMES_CALL, add_special_tokens=False)
-        return is_hermes and self.decode(tag) == HERMES_CALL
+        if self._format is None or "tools" not in template:
+            return False
+        marks = [mark for mark in self._format.marks if mark in template]
+        return all(self.decode(self.encode_part(mark)) == mark for mark in marks)
+
+    def uses(self, variable: str) -> bool:
+        """Return whether a chat template of the model uses a variable."""
+        return any(variable in template for template in self._templates.values())
+
+    def reader(self, offered: Sequence[Function]) -> CallReader | None:
+        """Return what finds the calls in an answer; None if all of it is text.
+
+        Args:
+            offered: the tools that the model may call.
+        """
+        return None if self._format is None else self._format.reader(offered)
+
+    def source(self, rule: AnswerRule, prompt: Sequence[int]) -> str:
+        """Return the grammar of a rule for the answer to a prompt.
+
+        Raises:
+            InvalidRequest: the format of tool calls can't express a schema or a name.
+        """
+        return (self._format or HERMES).source(rule, self.reasoning_after(prompt))
 
     @property
     def _tool_template(self) -> str:
         return self._templates.get("tool_use", self._templates.get("default", ""))
 
     def reasoning_after(self, prompt: Sequence[int]) -> Reasoning:
-        """Return whether the answer to a prompt begins with reasoning (`<think>`)."""
+        """Return whether the answer to a prompt begins with reasoning (`<think>`, or a channel)."""
+        end = self.decode_all(list(prompt[-_END_TOKENS:])).rstrip()
+        if end.endswith(_CHANNEL_TURN):
+            return Reasoning.POSSIBLE
         if THINK_END not in self._tool_template:
             return Reasoning.NONE
-        end = self.decode_all(list(prompt[-_END_TOKENS:])).rstrip()
         if end.endswith(THINK):
             return Reasoning.OPEN
         return Reasoning.NONE if end.endswith(THINK_END) else Reasoning.POSSIBLE
@@ -126,7 +156,7 @@ class ChatText:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
         *,
@@ -149,11 +179,14 @@ class ChatText:
                 "messages: this model has no chat template; use completions with a prompt"
             )
         if tools and not self.calls_tools:
+            known = ", ".join(each.name for each in FORMATS)
             raise InvalidRequest(
-                "tools: not supported for this model: only templates with tool calls in Hermes'"
-                f" format ({HERMES_CALL} with JSON) are, and tokenizers that keep this tag; send a"
-                " request without tools"
+                "tools: not supported for this model: its chat template must write tool calls in a"
+                f" known format ({known}), and its tokenizer must keep the marks of this format;"
+                " send a request without tools"
             )
+        if self._format is not None:
+            messages = self._format.history(messages)
         exact = ExactValues()
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
@@ -273,12 +306,6 @@ class UntilStop:
         return shown
 
 
-def suffix_length(text: str, mark: str) -> int:
-    """Return the length of the longest end of a text that `mark` begins with, but is longer."""
-    longest = min(len(text), len(mark) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
-
-
 def _templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the chat templates of a tokenizer by name; a single one is "default"."""
     template = tokenizer.chat_template
@@ -287,15 +314,22 @@ def _templates_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {"default": str(template)} if template else {}
 
 
-def _hidden_of(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the special tokens of a tokenizer that are no marks of the model's output."""
+def _hidden_of(tokenizer: PreTrainedTokenizerBase, marks: Collection[str]) -> frozenset[int]:
+    """Return the special tokens of a tokenizer that are no marks of the model's output.
+
+    Args:
+        tokenizer: the tokenizer.
+        marks: those of the format of tool calls.
+    """
     added = tokenizer.added_tokens_decoder.items()
     special = {token: str(mark.content) for token, mark in added if mark.special}
     names = tokenizer.convert_ids_to_tokens(tokenizer.all_special_ids)
     special |= dict(zip(tokenizer.all_special_ids, names, strict=True))
     further = _CHANNEL_MARKS if _CHANNEL in special.values() else frozenset()
     return frozenset(
-        token for token, name in special.items() if not (_MARKS.search(name) or name in further)
+        token
+        for token, name in special.items()
+        if not (_MARKS.search(name) or name in further or name in marks)
     )
 
 

@@ -1,13 +1,7 @@
-"""Separates the reasoning before an answer in JSON, which clients parse as a whole."""
+"""Separates the reasoning before an answer: for JSON, which clients parse, and on request."""
 
 from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, Reasoning
-from tinkercloud_worker.chat.text import suffix_length
-
-
-class Thought(str):
-    """A part of the reasoning before an answer, without its tags."""
-
-    __slots__ = ()
+from tinkercloud_worker.chat.parts import Thought, suffix_length
 
 
 class ThoughtSplitter:

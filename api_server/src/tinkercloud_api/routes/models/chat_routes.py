@@ -38,16 +38,23 @@ _WEIGHTS_FIELD = re.compile(r"^(base_model|model_path|model_id|model):? ")
 """How messages about weights begin that name a field."""
 
 
+_INSTEAD = {
+    f"{routes.OPENAI}/responses": f"send the conversation to {routes.OPENAI_CHAT}",
+    f"{routes.OPENAI}/embeddings": "it serves models that write text, and no embeddings",
+}
+"""What to do instead of calls that clients of OpenAI's API often make."""
+
+
 async def reject_unknown(call: Call) -> None:
     """Reject a request to an unknown path below the prefixes.
 
     Raises:
         NotFound: always.
     """
-    raise NotFound(
-        f"{call.request.method} {call.request.path[:256]} is not supported by this server;"
-        " docs/use/openai.md lists the supported calls"
-    )
+    path = call.request.path
+    known = [text for name, text in _INSTEAD.items() if f"{path}/".startswith(f"{name}/")]
+    instead = known[0] if known else "docs/use/openai.md lists the supported calls"
+    raise NotFound(f"{call.request.method} {path[:256]} is not supported by this server; {instead}")
 
 
 async def forward(call: Call) -> None:

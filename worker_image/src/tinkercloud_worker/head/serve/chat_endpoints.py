@@ -36,11 +36,10 @@ from tinkercloud_worker.chat.chat_images import model_input
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
+from tinkercloud_worker.chat.parts import Part
 from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText
-from tinkercloud_worker.chat.thoughts import ThoughtSplitter
-from tinkercloud_worker.chat.tool_calls import ToolCall
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order.requests import Prepared
@@ -60,7 +59,7 @@ _PARAMS = "sampling_params."
 class WireAnswer(Protocol):
     """An answer in one of the wire formats."""
 
-    def keep(self, index: int, parts: Sequence[str | ToolCall]) -> None:
+    def keep(self, index: int, parts: Sequence[Part]) -> None:
         """Keep parts of a choice for the whole answer."""
 
     def keep_prompt(self, index: int, text: str, scored: Sequence[ScoredToken]) -> None:
@@ -72,7 +71,7 @@ class WireAnswer(Protocol):
     def add(
         self,
         index: int,
-        parts: Sequence[str | ToolCall],
+        parts: Sequence[Part],
         tokens: Sequence[SampledToken | ScoredToken],
     ) -> bytes:
         """Return the newest parts of a choice."""
@@ -441,13 +440,8 @@ def _model_of(body: bytes) -> str:
 
 
 def _choices(asked: Asked, text: ChatText, ends: frozenset[int]) -> list[Choice]:
-    is_json = asked.rule is not None and asked.rule.json_schema is not None
-
-    def thoughts(prompt: Sequence[int]) -> ThoughtSplitter | None:
-        return ThoughtSplitter(text.reasoning_after(prompt)) if is_json else None
-
     return [
-        Choice(text, prompt, ends, asked.stops, asked.parses_tools, thoughts(prompt))
+        Choice(text, prompt, ends, asked.stops, asked.reader(text), asked.thoughts(text, prompt))
         for prompt in asked.prompts
         for _ in range(asked.num_choices)
     ]

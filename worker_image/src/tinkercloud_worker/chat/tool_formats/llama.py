@@ -1,0 +1,114 @@
+"""Tool calls of Llama 3 and 4: JSON that is the whole answer.
+
+{"name": "f", "parameters": {...}}
+
+It may follow `<|python_tag|>`, and several calls follow one another, with or without `;`. Without
+a mark of its own, a call must have its arguments: other JSON is an answer.
+"""
+
+import json
+from collections.abc import Sequence
+
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
+from tinkercloud_worker.chat.tool_formats.json_calls import (
+    ARGUMENTS,
+    SPACE,
+    call_in,
+    members_at,
+    skip,
+)
+from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
+from tinkercloud_worker.chat.tool_formats.marked import json_rules, thought, thought_rules
+from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
+
+_TAG = "<|python_tag|>"
+
+
+class Llama(ToolFormat):
+    """See the module."""
+
+    name = "Llama"
+    marks = (_TAG,)
+
+    def is_of(self, template: str) -> bool:
+        """Return whether a chat template writes calls in this format."""
+        return all(each in template for each in ("ipython", '{"name": ', '"parameters": '))
+
+    def reader(self, offered: Sequence[Function]) -> CallReader | None:
+        """Return a reader; see `ToolFormat`."""
+        return _Reader() if offered else None
+
+    def source(self, rule: AnswerRule, reasoning: Reasoning) -> str:
+        """Return the grammar of a rule; see `ToolFormat`. Its templates have one call a turn."""
+        forms = [f"call_{number}" for number in range(len(rule.functions))]
+        rules = []
+        for number, function in enumerate(rule.functions):
+            name = json.dumps(function.name, ensure_ascii=False)
+            begin = literal(f'{{"name": {name}, "parameters": ')
+            rules.append(f'call_{number}: begin_{number} json_{number} "}}"')
+            # Lazy, so that it ends free text.
+            rules.append(f"begin_{number}[lazy]: {literal(_TAG)}? {begin}")
+            rules.append(json_rule(f"json_{number}", function.schema))
+        if rule.json_schema is not None:
+            forms.append("json")
+        if rule.has_text:
+            forms.append("TEXT")
+            rules.append(TEXT)
+        start = f"start: {thought(rule, reasoning)}({' | '.join(forms)})"
+        return "\n".join(
+            [HEADER, start, *thought_rules(rule, reasoning), *rules, *json_rules(rule)]
+        )
+
+
+class _Reader:
+    """See `CallReader`. Whether an answer in JSON is a call, its end says."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._has_shown = False
+        self._waits = False
+        """Whether all further text is held."""
+
+    def add(self, text: str) -> list[Part]:
+        """Append text; return the parts that are certain."""
+        self._held += text
+        if self._waits:
+            return []
+        started = self._held.lstrip(SPACE)
+        if not self._has_shown and started.startswith("{"):
+            self._waits = True
+            return []
+        tag = self._held.find(_TAG)
+        self._waits = tag >= 0
+        end = tag if self._waits else len(self._held) - suffix_length(self._held, _TAG)
+        return self._text(len(self._held[:end].rstrip(SPACE)))
+
+    def finish(self) -> list[Part]:
+        """Return the rest of the text, or the calls that it is."""
+        if self._waits and (calls := _calls_in(self._held.strip(SPACE).removeprefix(_TAG))):
+            return list(calls)
+        return self._text(len(self._held))
+
+    def _text(self, length: int) -> list[Part]:
+        text, self._held = self._held[:length], self._held[length:]
+        self._has_shown = self._has_shown or bool(text)
+        return [text] if text else []
+
+
+def _calls_in(text: str) -> list[ToolCall]:
+    """Return the calls that a text consists of; none if a part of it is something else."""
+    calls = []
+    position = skip(text, 0)
+    try:
+        while position < len(text):
+            members, position = members_at(text, position)
+            if not any(name in ARGUMENTS for name, _ in members):
+                return []
+            calls.append(call_in(members))
+            position = skip(text, position)
+            if text.startswith(";", position):
+                position = skip(text, position + 1)
+    except (ValueError, RecursionError):
+        return []
+    return calls
