@@ -31,7 +31,14 @@ def api_server_rows() -> list[tuple[str, ...]]:
         )
         app = Application(settings, LocalProvider([], settings))
     return [
-        (row.method, row.path, row.authentication, row.limit, row.effect.event or "", row.handler)
+        (
+            row.method,
+            row.path,
+            "admin key" if row.effect.needs_admin else row.authentication,
+            row.limit,
+            row.effect.event or "",
+            row.handler,
+        )
         for row in sorted(app.route_table, key=lambda row: (row.path, row.method))
     ]
 

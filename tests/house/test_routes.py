@@ -33,5 +33,11 @@ def test_each_way_of_authentication_has_as_many_routes_as_before() -> None:
         start, end = lines[1].index("AUTHENTICATION"), lines[1].index("BODY")
         return Counter(line[start:end].strip() for line in lines[2:])
 
-    assert count(api_server) == {"key": 101, "signed URL": 4, "none": 13, "login": 3}
+    assert count(api_server) == {
+        "key": 102,
+        "admin key": 2,
+        "signed URL": 4,
+        "none": 13,
+        "login": 3,
+    }
     assert count(head) == {"token": 40, "none": 3}

@@ -24,6 +24,7 @@ from tinkercloud_api.commands import (
     cluster_commands,
     demo_command,
     drain_command,
+    model_commands,
     plan_command,
     program_commands,
     project_commands,
@@ -59,12 +60,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 keys_app = typer.Typer(help="Manage the API keys in this machine's catalog.", no_args_is_help=True)
-models_app = typer.Typer(help="Inspect the base models of a running server.", no_args_is_help=True)
 sessions_app = typer.Typer(help="Manage the sessions of a running server.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(catalog_commands.app, name="catalog")
 app.add_typer(backup_commands.app, name="backup")
-app.add_typer(models_app, name="models")
+app.add_typer(model_commands.app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(run_commands.app, name="runs")
 app.add_typer(program_commands.app, name="programs")
@@ -141,7 +141,7 @@ def serve(
     )
     from tinkercloud_api.admin.preflight import CannotServeError
     from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
-    from tinkercloud_api.config import api_logs, state_folder
+    from tinkercloud_api.config import added_models, api_logs, state_folder
     from tinkercloud_api.providers.model_arguments import ModelNotFoundError
     from tinkercloud_api.serve import run_server
 
@@ -151,6 +151,7 @@ def serve(
     except (
         run_server.PortTakenError,
         state_folder.StateFolderError,
+        added_models.AddedModelsError,
         CatalogUnreachableError,
         ModelNotFoundError,
         CannotServeError,
@@ -282,21 +283,6 @@ def rotate_key(
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
     made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
     say(key, made, as_json=as_json)
-
-
-@models_app.command("list")
-def list_models(
-    api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
-) -> None:
-    """List the served base models: whether they are ready, are loading, or have failed and why."""
-    columns = ["model_name", "max_context_length", "trainable", "sampleable", "state"]
-
-    def draw() -> None:
-        found = request("GET", base_url, api_key, "get_server_capabilities")["supported_models"]
-        rows = [{**model, "state": model.get("state") or "unknown"} for model in found]
-        show(found if as_json else rows, columns, as_json=as_json)
-
-    watch(draw, again=again)
 
 
 @sessions_app.command("list")

@@ -21,6 +21,7 @@ from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.runs.base_models import BaseModels
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
@@ -44,6 +45,7 @@ class Context:
     catalog: Catalog
     authenticator: Authenticator
     provider: SessionProvider
+    base_models: BaseModels
     checkpoints: Checkpoints
     downloads: Downloads
     locator: HeadLocator

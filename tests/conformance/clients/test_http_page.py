@@ -15,7 +15,14 @@ PAGE = (ROOT / "docs" / "use" / "http-api.md").read_text()
 EXAMPLES = re.findall(r"^```sh\n(.*?)^```(?:\n\n```json\n(.*?)^```)?", PAGE, re.M | re.S)
 MARK = "-- next example --"
 CALLS = {
-    *("/health", "health", "get_server_capabilities", "create_session", "session_heartbeat"),
+    *(
+        "/health",
+        "health",
+        "get_server_capabilities",
+        "base_models",
+        "create_session",
+        "session_heartbeat",
+    ),
     *("sessions", "create_model", "get_info", "get_tokenizer", "retrieve_future"),
     *("cleanup_futures", "forward_backward", "forward", "optim_step", "save_weights"),
     *("save_weights_for_sampler", "load_weights", "weights_info", "sample", "asample"),

@@ -24,6 +24,7 @@ from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.heads.shared_heads import SharedHeads
+from tinkercloud_api.runs.base_models import BaseModels
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.serve import assembly
@@ -56,11 +57,13 @@ CARE_FOR_HEADS: list[tuple[type, str]] = [
 ]
 STARTUP: list[tuple[type, str]] = [
     (OneHead, "start"),
+    (BaseModels, "start"),
     (Deliveries, "start"),
     (Programs, "start"),
     (RunAdmission, "follow"),
 ]
 SHUTDOWN: list[tuple[type, str]] = [
+    (BaseModels, "stop"),
     (Deliveries, "stop"),
     (Programs, "stop"),
     (OneHead, "stop"),

@@ -17,9 +17,11 @@ from tinkercloud_api.admin.preflight import (
     check_installed,
     check_memory,
     check_metrics_port,
+    check_models,
     check_weights,
 )
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.local.head_folder import HeadFolder, folder_of
 from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
 from tinkercloud_protocol.heads.launch import InferenceConfig, SamplerConfig, TrainerConfig
 
@@ -216,6 +218,22 @@ def test_models_that_do_not_fit_into_memory_are_refused_with_both_sizes(tmp_path
 
     check_memory(settings, 1)
     check_memory(settings.model_copy(update={"trainer": TrainerConfig(device="cuda")}), needed)
-    (tmp_path / "heads" / "m").mkdir(parents=True)
-    (tmp_path / "heads" / "m" / "head.json").touch()
-    check_memory(settings, needed)
+
+
+def test_the_weights_that_a_running_head_has_in_memory_need_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, folder = Settings(state_dir=tmp_path / "state"), tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / SINGLE).write_bytes(a_file(100))
+    monkeypatch.setattr(preflight, "available_bytes", lambda: 10)
+
+    with pytest.raises(CannotServeError, match="weights have"):
+        check_models(settings, {"m": str(folder)})
+    with HeadFolder(folder_of(settings.state_dir, "m")).locked():
+        check_models(settings, {"m": str(folder)})
+        with pytest.raises(CannotServeError, match="weights have"):
+            check_models(settings, {"other": str(folder)})
+    with pytest.raises(CannotServeError, match="weights have"):
+        check_models(settings, {"m": str(folder)})

@@ -1,17 +1,11 @@
 """Models are downloaded atomically from the hub or an object store."""
 
-import hashlib
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 import obstore
 import pytest
@@ -22,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_testing import wrong_folders
 from tinkercloud_testing.buckets import Bucket, a_bucket
+from tinkercloud_testing.model_hub import ModelHub, a_model_hub
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_worker import fetch_model
 
@@ -59,85 +54,10 @@ def shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-@dataclass
-class Hub:
-    """A hub with one model, which requires a token."""
-
-    folder: Path
-    token: str = "hf_granted"
-    url: str = ""
-    served: list[str] = field(default_factory=list)
-    """Names of files whose content was sent."""
-    revisions: list[str] = field(default_factory=list)
-    """Those whose description was asked for."""
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"HF_ENDPOINT": self.url, "HF_TOKEN": self.token, "HF_HUB_OFFLINE": "0"}
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        files = {
-            str(path.relative_to(self.folder)): path
-            for path in self.folder.rglob("*")
-            if path.is_file()
-        }
-        match path.split("/"):
-            case ["", "api", "models", "acme", "tiny", "revision", revision]:
-                self.revisions.append(revision)
-                siblings = [{"rfilename": name} for name in files]
-                return _json({"id": "acme/tiny", "sha": "0" * 40, "siblings": siblings})
-            case ["", "api", "models", "acme", "tiny", "tree", _]:
-                return _json([_entry(name, path) for name, path in files.items()])
-            case ["", "acme", "tiny", "resolve", _, *name]:
-                content = files["/".join(name)].read_bytes()
-                etag = hashlib.sha1(content, usedforsecurity=False).hexdigest()
-                return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": "0" * 40}, content
-            case _:
-                return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-
-
-def _entry(name: str, path: Path) -> dict[str, object]:
-    oid = hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
-    return {"type": "file", "path": name, "size": path.stat().st_size, "oid": oid}
-
-
-def _json(content: object) -> tuple[int, dict[str, str], bytes]:
-    return 200, {"Content-Type": "application/json"}, json.dumps(content).encode()
-
-
-def handler_of(hub: Hub) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = urlsplit(self.path).path
-            status, headers, body = hub.answer(path)
-            if self.headers.get("Authorization") != f"Bearer {hub.token}":
-                status, headers, body = 401, {"X-Error-Code": "GatedRepo"}, b"{}"
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command == "GET":
-                hub.served.append(path.rpartition("/")[2])
-                self.wfile.write(body)
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def log_message(self, *_arguments: object) -> None: ...
-
-    return Handler
-
-
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[Hub]:
-    hub = Hub(a_sharded_model(tmp_path / "on-hub"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(hub))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield hub
-    server.shutdown()
-    server.server_close()
+def hub(tmp_path: Path) -> Iterator[ModelHub]:
+    with a_model_hub(a_sharded_model(tmp_path / "on-hub")) as hub:
+        yield hub
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +67,7 @@ def bucket() -> Iterator[Bucket]:
 
 
 def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
-    hub: Hub, tmp_path: Path
+    hub: ModelHub, tmp_path: Path
 ) -> None:
     folder = tmp_path / "scratch" / "model"
 
@@ -164,7 +84,7 @@ def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
 
 @pytest.mark.parametrize(("suffix", "asked"), [("", "main"), ("@0a1b2c", "0a1b2c")])
 def test_a_hub_model_is_downloaded_at_its_revision(
-    hub: Hub, tmp_path: Path, suffix: str, asked: str
+    hub: ModelHub, tmp_path: Path, suffix: str, asked: str
 ) -> None:
     result = fetched(f"{SOURCE}{suffix}", tmp_path / "model", **hub.environment)
 
@@ -172,7 +92,7 @@ def test_a_hub_model_is_downloaded_at_its_revision(
     assert hub.revisions[0] == asked
 
 
-def test_an_existing_model_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> None:
+def test_an_existing_model_is_not_downloaded_again(hub: ModelHub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     fetched(SOURCE, folder, **hub.environment)
     hub.served.clear()
@@ -183,7 +103,7 @@ def test_an_existing_model_is_not_downloaded_again(hub: Hub, tmp_path: Path) -> 
     assert hub.served == []
 
 
-def test_a_gated_hub_model_is_rejected_by_name(hub: Hub, tmp_path: Path) -> None:
+def test_a_gated_hub_model_is_rejected_by_name(hub: ModelHub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
     result = fetched(SOURCE, folder, **{**hub.environment, "HF_TOKEN": "hf_guessed"})
@@ -243,7 +163,7 @@ def test_a_large_file_is_downloaded_in_chunks_of_the_same_version(
 
 
 def test_a_description_is_downloaded_without_weights(
-    hub: Hub, bucket: Bucket, tmp_path: Path
+    hub: ModelHub, bucket: Bucket, tmp_path: Path
 ) -> None:
     kept = a_sharded_model(tmp_path / "kept")
     stored = bucket.hold(kept, "acme/described")
@@ -364,7 +284,7 @@ def served(model: str, home: Path, **environment: str) -> subprocess.CompletedPr
 
 
 def test_a_local_server_downloads_a_model_once_and_continues_an_interrupted_download(
-    hub: Hub, tmp_path: Path
+    hub: ModelHub, tmp_path: Path
 ) -> None:
     first = served("acme/tiny", tmp_path, **hub.environment)
     assert first.returncode == 0, first.stderr
@@ -392,7 +312,7 @@ def test_a_local_server_downloads_a_model_once_and_continues_an_interrupted_down
     ],
 )
 def test_a_local_server_says_why_a_model_cannot_be_downloaded_and_what_to_do(
-    hub: Hub, tmp_path: Path, changes: dict[str, str], message: str
+    hub: ModelHub, tmp_path: Path, changes: dict[str, str], message: str
 ) -> None:
     refused = served("acme/tiny", tmp_path, **{**hub.environment, **changes})
 

@@ -98,6 +98,11 @@ class Principal:
                 f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
                 f" {path[:200]}; use a key with the role user"
             )
+        if self.role is not Role.ADMIN and effect.needs_admin:
+            raise Forbidden(
+                f"X-API-Key: key {self.key_name!r} has the role {self.role}, and only admins may"
+                f" send {method} {path[:200]}; use a key with the role admin"
+            )
         is_changing = effect.is_mutation
         return replace(self, is_changing=is_changing, seen_projects=set(), named_objects=set())
 

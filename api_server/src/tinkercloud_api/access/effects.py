@@ -22,6 +22,8 @@ class Effect:
     event: str | None = None
     """In the audit log, `<resource>_<action>` as in `tinker.types.AuditLogEntry`; None: the log
     does not keep them."""
+    needs_admin: bool = False
+    """Whether only admins may send them."""
 
 
 READS = Effect(is_mutation=False)
@@ -38,6 +40,11 @@ EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 def changes(event: str) -> Effect:
     """Return the effect of requests that the audit log keeps as this event."""
     return Effect(is_mutation=True, event=event)
+
+
+def administers(event: str) -> Effect:
+    """Return the effect of requests that only admins may send, kept as this event."""
+    return Effect(is_mutation=True, event=event, needs_admin=True)
 
 
 def declares(effect: Effect) -> Callable[[EndpointT], EndpointT]:

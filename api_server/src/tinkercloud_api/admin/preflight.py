@@ -18,6 +18,7 @@ from obstore.exceptions import BaseError
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_progress import weight_bytes
+from tinkercloud_api.providers.local.head_folder import is_running
 from tinkercloud_protocol.heads.object_store import open_store
 
 _LENGTH_BYTES = 8
@@ -50,18 +51,33 @@ def check(settings: Settings, folders: Mapping[str, str]) -> None:
     """
     _check_store(settings)
     if settings.provider == "local":
-        if settings.models:
-            check_installed(settings)
-        check_device(settings)
-        # Heads that neither train nor sample themselves can serve a folder without weights.
-        is_needed = settings.trainer.backend != "none" or settings.sampler.backend == "torch"
-        for name, folder in folders.items():
-            if is_needed or _has_weights(Path(folder)):
-                check_weights(name, Path(folder))
-            if is_needed:
-                check_family(name, Path(folder))
-        if loads_weights(settings):
-            check_memory(settings, sum(weight_bytes(Path(folder)) for folder in folders.values()))
+        check_models(settings, folders)
+
+
+def check_models(settings: Settings, folders: Mapping[str, str]) -> None:
+    """Check what this machine needs to serve models, in addition to those that it serves.
+
+    Args:
+        settings: the settings.
+        folders: folder of each model, by its name.
+
+    Raises:
+        CannotServeError: one can't be served, or a setting can't work.
+    """
+    if folders:
+        check_installed(settings)
+    check_device(settings)
+    # Heads that neither train nor sample themselves can serve a folder without weights.
+    is_needed = settings.trainer.backend != "none" or settings.sampler.backend == "torch"
+    for name, folder in folders.items():
+        if is_needed or _has_weights(Path(folder)):
+            check_weights(name, Path(folder))
+        if is_needed:
+            check_family(name, Path(folder))
+    if loads_weights(settings):
+        # The heads of a killed server have their weights in memory already.
+        new = [at for name, at in folders.items() if not is_running(settings.state_dir, name)]
+        check_memory(settings, sum(weight_bytes(Path(folder)) for folder in new))
 
 
 def loads_weights(settings: Settings) -> bool:
@@ -196,7 +212,7 @@ def check_family(name: str, folder: Path) -> None:
 
 
 def check_memory(settings: Settings, needed: int) -> None:
-    """Check that the weights of all models fit into memory, unless heads have them there already.
+    """Check that the weights of models fit into memory, if heads load them at once.
 
     Args:
         settings: the settings.
@@ -206,8 +222,7 @@ def check_memory(settings: Settings, needed: int) -> None:
         CannotServeError: they do not fit.
     """
     free = available_bytes()
-    is_running = any(settings.state_dir.glob("heads/*/head.json"))
-    if is_running or settings.trainer.device != "cpu" or not settings.preload or needed <= free:
+    if settings.trainer.device != "cpu" or not settings.preload or needed <= free:
         return
     raise CannotServeError(
         f"models: their weights have {binary_size(needed)}, and this machine has"

@@ -73,7 +73,12 @@ from tinkercloud_api.routes.checkpoints import (
     importing,
     run_routes,
 )
-from tinkercloud_api.routes.models import hub_mirror, model_routes, tokenizers
+from tinkercloud_api.routes.models import (
+    base_model_routes,
+    hub_mirror,
+    model_routes,
+    tokenizers,
+)
 from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
 from tinkercloud_api.routes.sessions import (
     program_routes,
@@ -82,6 +87,7 @@ from tinkercloud_api.routes.sessions import (
     session_search_routes,
     traces,
 )
+from tinkercloud_api.runs.base_models import BaseModels
 from tinkercloud_api.runs.direct_sessions import DirectSessions
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
@@ -90,6 +96,7 @@ from tinkercloud_api.runs.sampling_sessions import SamplingSessions
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.runs.uploaded_losses import CustomLosses
 from tinkercloud_api.serve import assembly
+from tinkercloud_api.serve.model_download import files_of
 from tinkercloud_api.serve.openapi import describe
 from tinkercloud_api.serve.route_table import Row, table
 from tinkercloud_api.transfers.copies import Copies
@@ -109,6 +116,7 @@ _ROUTED = (
     # The path of the search looks like a session's.
     session_search_routes,
     *(session_routes, session_usage, usage_routes, model_routes, unloading, tokenizers),
+    base_model_routes,
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
@@ -209,6 +217,7 @@ async def running_context(
         catalog=catalog,
         authenticator=authenticator,
         provider=provider,
+        base_models=BaseModels(settings, provider, catalog, files_of(settings)),
         checkpoints=checkpoints,
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
@@ -224,9 +233,7 @@ async def running_context(
         copies=Copies(checkpoints, training_runs, stored_runs, projects),
         imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
-        sampling_sessions=SamplingSessions(
-            catalog, checkpoints, locator.known, training_runs, activity
-        ),
+        sampling_sessions=_samplers(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
@@ -251,6 +258,16 @@ async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog, Audit
     await server_acts.record_settings(audit_log, settings)
     await register_bootstrap_key(catalog, audit_log, settings)
     return engine, catalog, audit_log
+
+
+def _samplers(
+    catalog: Catalog,
+    checkpoints: Checkpoints,
+    locator: HeadLocator,
+    training_runs: TrainingRuns,
+    activity: Activity,
+) -> SamplingSessions:
+    return SamplingSessions(catalog, checkpoints, locator.known, training_runs, activity)
 
 
 def _quotas(provider: SessionProvider, admission: RunAdmission, storage: StorageQuota) -> Quotas:

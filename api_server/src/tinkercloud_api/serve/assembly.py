@@ -163,11 +163,13 @@ async def _report_lost(server: Server) -> None:
 
 STARTUP = (
     Step("start the session heads", lambda s: s.context.provider.start(s.context.usage.record)),
+    Step("serve the added models", lambda s: s.context.base_models.start()),
     Step("start deliveries", _start_deliveries),
     Step("start the programs", lambda s: s.context.programs.start()),
 )
 """Steps before the first request, in order; `TASKS` start after them."""
 SHUTDOWN = (
+    Step("end the downloads of models", lambda s: s.context.base_models.stop()),
     Step("stop deliveries", lambda s: s.context.deliveries.stop()),
     Step("stop the programs", lambda s: s.context.programs.stop()),
     Step("stop the session heads", lambda s: s.context.provider.stop()),

@@ -1,13 +1,22 @@
-"""Downloads the models that a local server is to serve and that are not on this machine."""
+"""Downloads the models that a local server is to serve and that are not on this machine.
 
+`python -m tinkercloud_api.serve.model_download NAME WHERE` does it for a running server, which can
+end that program, and which reads on its standard output why it has failed.
+"""
+
+import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import HFValidationError, OfflineModeIsEnabled
+from huggingface_hub.file_download import repo_folder_name
 
+from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.preflight import CannotServeError, check_weights
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.model_arguments import (
     UNWANTED,
     WANTED,
@@ -15,6 +24,8 @@ from tinkercloud_api.providers.model_arguments import (
     cached,
     resolve,
 )
+from tinkercloud_api.providers.model_names import with_aliases
+from tinkercloud_api.runs.base_models import ModelFiles, ModelRefusedError
 
 _PICKLED = "pytorch_model*.bin"
 """Weights of a model that has no other ones."""
@@ -33,12 +44,14 @@ def download_missing(models: Mapping[str, str]) -> None:
         ModelNotFoundError: the hub does not have a model, or does not respond.
     """
     for name, where in models.items():
-        if not Path(where).expanduser().is_dir() and _is_missing(name, where):
+        if is_missing(name, where):
             _download(name, where)
 
 
-def _is_missing(name: str, where: str) -> bool:
+def is_missing(name: str, where: str) -> bool:
     """Return whether `where` is a model id, and the cache lacks the model or a part of it."""
+    if Path(where).expanduser().is_dir():
+        return False
     try:
         cached(where)
         check_weights(name, Path(resolve(name, where).local_path or ""))
@@ -47,6 +60,49 @@ def _is_missing(name: str, where: str) -> bool:
     except (OSError, ModelNotFoundError, CannotServeError):
         return True
     return False
+
+
+def files_of(settings: Settings) -> ModelFiles:
+    """Return what finds, checks and downloads the models of a running server."""
+
+    def checked(name: str, where: str) -> ServedModel:
+        try:
+            (model,) = with_aliases([resolve(name, where)], settings.aliases)
+            preflight.check_models(settings, {name: model.local_path or ""})
+        except (ModelNotFoundError, CannotServeError) as error:
+            raise ModelRefusedError(str(error)) from None
+        return model
+
+    return ModelFiles(is_missing, _download_apart, _downloaded_bytes, checked)
+
+
+async def _download_apart(name: str, where: str) -> None:
+    """Download a model in a process of its own, which ends with this call.
+
+    Raises:
+        ModelRefusedError: it failed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", __name__, name, where),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode != 0:
+        why = said.decode(errors="replace").strip()
+        raise ModelRefusedError(why or f"the download of {where!r} was killed; add it again")
+
+
+def _downloaded_bytes(where: str) -> int:
+    """Return the size of a model's files in the cache, with those that are not complete."""
+    folder = repo_folder_name(repo_id=where, repo_type="model")
+    files = (Path(constants.HF_HUB_CACHE) / folder / "blobs").glob("*")
+    return sum(file.stat().st_size for file in files)
 
 
 def _download(name: str, where: str) -> None:
@@ -75,3 +131,17 @@ def _not_found(name: str, where: str, reason: str, remedy: str) -> ModelNotFound
         f" Face cache, and cannot be downloaded from {constants.ENDPOINT} ({reason}); {remedy}, or"
         f" pass a folder: --model {name}=/path/to/model"
     )
+
+
+def main() -> None:
+    """Download the model named by the first argument from the place named by the second."""
+    name, where = sys.argv[1:]
+    try:
+        download_missing({name: where})
+    except ModelNotFoundError as error:
+        sys.stdout.write(str(error))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ from tinkercloud_api.catalog.schema.connection import check_revision, migrate, o
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
-from tinkercloud_api.config import server_settings, state_folder
+from tinkercloud_api.config import added_models, server_settings, state_folder
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
@@ -81,6 +81,7 @@ def run(settings: Settings) -> None:
         StateFolderError: the state folder is unusable or of a newer release, or another server uses
             it.
         CatalogUnreachableError: the catalog does not respond, or is of a newer release.
+        AddedModelsError: it can't be read which models were added to earlier servers.
         ModelNotFoundError: a configured model is not on this machine and cannot be downloaded.
         CannotServeError: another setting can't work.
     """
@@ -135,7 +136,7 @@ def proxy_options(settings: Settings) -> dict[str, Any]:
 def _provider(settings: Settings) -> SessionProvider:
     if settings.provider == "kubernetes":
         return KubernetesProvider(settings.namespace, settings.models_dir, settings.aliases)
-    check_aliases(settings.aliases, settings.models)
+    check_aliases(settings.aliases, {**added_models.read(settings.state_dir), **settings.models})
     download_missing(settings.models)
     models = [resolve(name, where) for name, where in settings.models.items()]
     return LocalProvider(with_aliases(models, settings.aliases), settings)
@@ -257,12 +258,17 @@ def _user_name() -> str:
 
 def _welcome(settings: Settings, port: int, key: str | None) -> str:
     url = _url(settings, port)
-    model = next(iter(settings.models), None)
-    lines = [f"Serving {', '.join(settings.models) or 'no models'} at {url}", ""]
-    if settings.models and settings.preload:
-        lines[0] = f"Loading {', '.join(settings.models)}; clients of {url} wait until that is done"
+    models = {**settings.models, **added_models.read(settings.state_dir)}
+    model = next(iter(models), None)
+    lines = [f"Serving {', '.join(models) or 'no models'} at {url}", ""]
+    if models and settings.preload:
+        lines[0] = f"Loading {', '.join(models)}; clients of {url} wait until that is done"
     if model is None:
-        lines += ["To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS.", ""]
+        lines += [
+            "To serve one, start with --model NAME=FOLDER, or set TINKERCLOUD_MODELS; or add one to"
+            " the running server with `tinkercloud models add NAME`.",
+            "",
+        ]
     if key is not None:
         lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
     else:

@@ -67,6 +67,38 @@ class SupportedModel(Answer):
     where each run has a session head of its own."""
 
 
+class ListedModel(Answer):
+    """A base model, in GET base_models (no SDK call)."""
+
+    model_name: str
+    aliases: list[str] = []
+    """Its other names."""
+    max_context_length: int | None
+    """None before the model is on the machine."""
+    trainable: bool = True
+    sampleable: bool = True
+    reads_images: bool = False
+    state: str | None
+    """As in `SupportedModel`; also `downloading`, with how far it is."""
+    source: str | None
+    """The folder or model id that it is served from, for admins; None on Kubernetes."""
+    runs: int
+    """Number of its runs that the caller sees, with those that are suspended."""
+
+
+class BaseModelList(Answer):
+    """GET base_models (no SDK call)."""
+
+    base_models: list[ListedModel]
+
+
+class ModelRemoved(Answer):
+    """DELETE base_models/{name} (no SDK call)."""
+
+    returns_at_start: bool
+    """Whether a setting of the server names the model, so that its next start serves it again."""
+
+
 class ServerCapabilities(Answer):
     """GET get_server_capabilities."""
 

@@ -1,13 +1,19 @@
 """Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
 from sqlalchemy import func, or_, select
 
+from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.statements import Page, Statements
-from tinkercloud_api.catalog.schema.tables import Checkpoint, Session, TrainingRun
+from tinkercloud_api.catalog.schema.tables import STORED, Checkpoint, Session, TrainingRun
+
+_IS_OPEN = (
+    TrainingRun.deleted_at.is_(None),
+    TrainingRun.generation.is_distinct_from(STORED),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,19 @@ class Counts(Statements):
             query = query.where(TrainingRun.owner == owner)
         async with self._reading() as db:
             return await db.scalar(query) or 0
+
+    async def count_open_runs(self, visible: Visibility) -> Mapping[str, int]:
+        """Return the number of runs that have not ended, by their base model."""
+        query = select(TrainingRun.base_model, func.count()).group_by(TrainingRun.base_model)
+        async with self._reading() as db:
+            rows = (await db.execute(query.where(visible.of(TrainingRun), *_IS_OPEN))).all()
+        return {name: count for name, count in rows}  # noqa: C416 - rows are no pairs to mypy
+
+    async def open_runs(self, base_model: str, limit: int) -> Sequence[TrainingRun]:
+        """Return some runs of a base model that have not ended, the last used first."""
+        query = select(TrainingRun).where(TrainingRun.base_model == base_model, *_IS_OPEN)
+        newest = (TrainingRun.last_request_at.desc(), TrainingRun.id)
+        return await self._all(query.order_by(*newest).limit(limit))
 
     async def runs_named(self, run_ids: Collection[str], owner: str) -> Sequence[TrainingRun]:
         """Return those of these runs that belong to an owner."""

@@ -71,6 +71,25 @@ class CopyProgress:
         self._line.show(f"{self._verb} {binary_size(self._done)}{of}")
 
 
+class StateProgress:
+    """Shows the states of something that the command waits for."""
+
+    def __init__(self) -> None:
+        self._line = _Line()
+        self._shown_at = float("-inf")
+
+    def __call__(self, text: str) -> None:
+        """Show a state, unless another one was shown just now."""
+        if time.monotonic() - self._shown_at >= self._line.pause:
+            self._line.show(text)
+            self._shown_at = time.monotonic()
+
+    def finish(self) -> None:
+        """Let what is printed next begin on a new line."""
+        if self._shown_at > float("-inf"):
+            self._line.end()
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show what a command waits for, and for how long, within the context.

@@ -29,6 +29,18 @@ def folder_of(state_dir: Path, model_name: str) -> Path:
     return state_dir.absolute() / "heads" / f"{readable}-{unique}"
 
 
+def is_running(state_dir: Path, model_name: str) -> bool:
+    """Return whether a head of a model is running, started by any server of a state folder."""
+    try:
+        with (folder_of(state_dir, model_name) / "head.lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 class HeadFolder:
     """The files of one head, which outlive its process and the server."""
 

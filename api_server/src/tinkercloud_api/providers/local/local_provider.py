@@ -30,18 +30,37 @@ class LocalProvider(SessionProvider):
         self._models = {model.name: model for model in models}
         self._settings = settings
         self._client: aiohttp.ClientSession | None = None
+        self._record_usage: RecordUsage | None = None
         self._heads: dict[str, LocalHead] = {}
         self._tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
 
     async def start(self, record_usage: RecordUsage) -> None:
         """See `SessionProvider.start`."""
-        self._client = open_client()
-        for model in self._models.values():
-            head = LocalHead(model, self._settings, self._client, record_usage)
-            self._heads[model.name] = head
+        self._client, self._record_usage = open_client(), record_usage
+        for model in self.models():
+            await self.add_model(model)
+
+    async def add_model(self, model: ServedModel) -> None:
+        """Serve another base model from now on; load one again that has failed to load.
+
+        Raises:
+            HeadFailed: it has failed just now, and is not tried again yet.
+        """
+        head = self._heads.get(model.name)
+        if head is None:
+            client, record_usage = self._client, self._record_usage
+            assert client is not None and record_usage is not None  # noqa: S101, PT018 - `start`
+            head = LocalHead(model, self._settings, client, record_usage)
             await head.adopt()
-            if self._settings.preload:
-                head.begin_start()
+            self._models[model.name], self._heads[model.name] = model, head
+        if self._settings.preload:
+            head.begin_start()
+
+    async def remove_model(self, name: str) -> None:
+        """Serve a base model no longer, and free its memory. This is idempotent."""
+        self._models.pop(name, None)
+        if (head := self._heads.pop(name, None)) is not None:
+            await head.stop()
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`."""

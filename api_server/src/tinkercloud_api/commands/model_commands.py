@@ -1,0 +1,124 @@
+"""`tinkercloud models`: list the base models of a server, and add and remove them while it runs."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from tinkercloud_api.commands.common.progress import StateProgress
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    Watch,
+    fail,
+    request,
+    say,
+    show,
+    watch,
+)
+
+app = typer.Typer(
+    help="List, add and remove the base models of a running server.", no_args_is_help=True
+)
+
+_COLUMNS = ["model_name", "max_context_length", "runs", "source", "state"]
+_UNFINISHED = ("downloading", "loading")
+"""How the states of a model begin that will be served."""
+_POLL_SECONDS = 0.5
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model in the API.")]
+
+
+@app.command("list")
+def list_models(
+    api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
+) -> None:
+    """List base models: how many runs use each, where it is from (for admins), and its state."""
+
+    def draw() -> None:
+        found = _listed(api_key, base_url)
+        show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
+
+    watch(draw, again=again)
+
+
+def _row(model: dict[str, Any]) -> dict[str, object]:
+    return {
+        "model_name": ", ".join([model["model_name"], *model["aliases"]]),
+        "max_context_length": model["max_context_length"] or "",
+        "runs": model["runs"],
+        "source": model["source"] or "",
+        "state": model["state"] or "unknown",
+    }
+
+
+@app.command("add")
+def add_model(
+    name: NameArgument,
+    *,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    path: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder in Hugging Face format on the machine of the server, or another model ID."
+            " Default: NAME is a model ID, which is downloaded unless the cache has it."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve another base model, now and after each restart, and wait until it is ready (admins).
+
+    Ctrl-C ends only the waiting.
+    """
+    where = path or name
+    if Path(where).expanduser().is_dir():
+        where = str(Path(where).expanduser().absolute())
+    model = request("POST", base_url, api_key, "base_models", {"name": name, "source": where})
+    progress = StateProgress()
+    try:
+        while model["state"].startswith(_UNFINISHED):
+            progress(f"{name}: {model['state']}")
+            time.sleep(_POLL_SECONDS)
+            listed = {each["model_name"]: each for each in _listed(api_key, base_url)}
+            if name not in listed:
+                fail(f"{name} was removed meanwhile")
+            model = listed[name]
+    finally:
+        progress.finish()
+    if model["state"].startswith("failed"):
+        fail(
+            f"{name}: {model['state']}; `tinkercloud models add` tries again, and `tinkercloud"
+            " models remove` forgets it"
+        )
+    say(f"{name}: {model['state']}", model, as_json=as_json)
+
+
+@app.command("remove")
+def remove_model(
+    name: NameArgument,
+    *,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Serve a base model without runs no longer, and free its memory (admins).
+
+    Its files, and the checkpoints that were trained on it, stay.
+    """
+    if not yes:
+        typer.confirm(f"Stop serving {name}, also to clients that sample it?", abort=True, err=True)
+    removed = request("DELETE", base_url, api_key, f"base_models/{quote(name, safe='')}")
+    sentence = f"{name} is not served any more"
+    if removed["returns_at_start"]:
+        sentence += ", until the next start: a setting or --model names it"
+    say(sentence, removed, as_json=as_json)
+
+
+def _listed(api_key: str, base_url: str | None) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = request("GET", base_url, api_key, "base_models")["base_models"]
+    return found

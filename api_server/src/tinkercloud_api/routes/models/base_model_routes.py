@@ -1,0 +1,48 @@
+"""The base models of a server: listing, adding and removing them (no SDK calls)."""
+
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import StringConstraints
+
+from tinkercloud_api.access.effects import administers, declares, names_no_object
+from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.responses.listings import BaseModelList, ListedModel, ModelRemoved
+from tinkercloud_protocol.wire.json_model import Name, Storable, WireModel
+
+router = APIRouter(prefix="/api/v1/base_models", tags=["models"])
+
+
+class AddBaseModel(WireModel):
+    """POST base_models."""
+
+    name: Name
+    source: Annotated[str, StringConstraints(min_length=1, max_length=4096), Storable] | None = None
+    """Folder on the machine of the server, or id of a model. Default: the name."""
+
+
+@router.get("")
+@names_no_object
+async def list_base_models(server: Server, caller: Caller) -> BaseModelList:
+    """List the base models: their state, where they come from (for admins), and their runs."""
+    return BaseModelList(base_models=await server.base_models.listed(caller))
+
+
+@router.post("")
+@declares(administers("base_model_add"))
+@names_no_object
+async def add_base_model(request: AddBaseModel, server: Server, caller: Caller) -> ListedModel:
+    """Serve another base model from now on (admins; not on Kubernetes). This is idempotent."""
+    caller.named_objects.add(request.name)
+    await server.base_models.add(request.name, request.source or request.name)
+    listed = await server.base_models.listed(caller)
+    return next(model for model in listed if model.model_name == request.name)
+
+
+@router.delete("/{name:path}")
+@declares(administers("base_model_remove"))
+@names_no_object
+async def remove_base_model(name: Name, server: Server, caller: Caller) -> ModelRemoved:
+    """Serve a base model without runs no longer, and free its memory (admins). Idempotent."""
+    caller.named_objects.add(name)
+    return ModelRemoved(returns_at_start=await server.base_models.remove(name))

@@ -1,0 +1,112 @@
+"""The examples of the page about agents run as they are written."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tinkercloud_testing.chat import CHAT_MODEL
+from tinkercloud_testing.servers import API_KEY, Server
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "use" / "agents.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def code(title: str, language: str) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", section(title), re.M | re.S)
+    return re.sub(r"^\$ ", "", "".join(blocks), flags=re.M)
+
+
+def run(command: list[str], script: str, server: Server, programs: Path, home: Path) -> str:
+    """Run a script of the page as a user of the server, and return what it prints.
+
+    Args:
+        command: the program that reads the script.
+        script: the script.
+        server: the server.
+        programs: folder of the programs that the page installs.
+        home: an empty home folder.
+    """
+    ran = subprocess.run(
+        command,
+        input=script,
+        env={
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "HOME": str(home),
+            "TINKER_BASE_URL": server.url,
+            "TINKER_API_KEY": API_KEY,
+            "MODEL": CHAT_MODEL,
+            "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        },
+        cwd=home,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return ran.stdout
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install what the page installs into an environment of its own; return its programs."""
+    [wanted] = re.findall(r"^\$ pip install (.*)$", PAGE, re.M)
+    folder, uv = tmp_path_factory.mktemp("agents") / "venv", str(ROOT / ".uv" / "bin" / "uv")
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True)
+    # The configuration of the workspace leaves `llm` out.
+    install = [uv, "pip", "install", "--no-config", "--quiet", "--python", str(folder)]
+    subprocess.run([*install, *shlex.split(wanted)], check=True)
+    return folder / "bin"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("framework", ["LiteLLM", "LangChain", "pydantic-ai"])
+def test_a_framework_prints_what_the_model_says(
+    chat_server: Server, programs: Path, tmp_path: Path, framework: str
+) -> None:
+    python = [str(programs / "python"), "-"]
+
+    printed = run(python, code(framework, "python"), chat_server, programs, tmp_path)
+
+    assert printed.strip()
+
+
+@pytest.mark.long
+def test_llm_prints_what_the_model_says(
+    chat_server: Server, programs: Path, tmp_path: Path
+) -> None:
+    shell = ["/bin/bash", "-eu"]
+
+    printed = run(shell, code("llm", "console"), chat_server, programs, tmp_path)
+
+    assert printed.strip()
+
+
+def test_the_calls_of_open_webui_list_models_and_stream_an_answer(
+    chat_server: Server, tmp_path: Path
+) -> None:
+    shell = ["/bin/bash", "-eu"]
+
+    printed = run(shell, code("Open WebUI", "console"), chat_server, tmp_path, tmp_path)
+
+    listed, *events = [line for line in printed.replace("data: ", "\n").splitlines() if line]
+    assert CHAT_MODEL in [model["id"] for model in json.loads(listed)["data"]]
+    assert events[-1] == "[DONE]"
+    parts = [json.loads(event)["choices"] for event in events[:-1]]
+    assert "".join(each[0]["delta"].get("content") or "" for each in parts if each)
+
+
+def test_every_example_that_was_not_run_says_so() -> None:
+    titles = re.findall(r"^## (.*)$", PAGE, re.M)
+    unproven = [title for title in titles if "**Unproven**" in section(title)]
+
+    assert [*titles[:5], *unproven] == titles
