@@ -10,6 +10,7 @@ import pytest
 from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_testing.chat import CHAT_MODEL
 from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.waiting import PATIENCE_SECONDS
 
 FUNCTION = {"name": "f", "parameters": {"uniqueItems": True}, "strict": True}
 CHAT = {
@@ -53,12 +54,13 @@ def test_the_answer_of_a_head_and_the_line_about_it_in_its_log_have_the_same_nam
     chat_server: Server, given: dict[str, str], *, stream: bool
 ) -> None:
     chat: dict[str, Any] = {**CHAT, "stream": stream}
-    with httpx.stream(
-        "POST", chat_server.url + routes.OPENAI_CHAT, json=chat, headers=given, timeout=None
-    ) as answer:
-        content = answer.read()
+    url = chat_server.url + routes.OPENAI_CHAT
+    answer = httpx.post(url, json=chat, headers=given, timeout=PATIENCE_SECONDS)
+    while answer.status_code == 503:
+        # The model is being loaded.
+        answer = httpx.post(url, json=chat, headers=given, timeout=PATIENCE_SECONDS)
 
     name = answer.headers[request_ids.HEADER]
-    assert (answer.status_code, content.startswith(b"data: ")) == (200, stream)
+    assert (answer.status_code, answer.text.startswith("data: ")) == (200, stream)
     assert name == given.get(request_ids.HEADER, name)
     assert names_of_heads(chat_server).count(name) == 1
