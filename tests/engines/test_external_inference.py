@@ -5,6 +5,7 @@ Tolerances: logprobs 1e-4 relative, 1e-3 absolute; greedy tokens are equal.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -31,7 +32,12 @@ from tinkercloud_testing.servers import a_server
 from tinkercloud_testing.sglang.sampling import cleaned_up, servers_of
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    UNCHANGED,
+    LogitChanges,
+    PromptLogprobParams,
+    StopRules,
+)
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -314,6 +320,41 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     assert string in text_of(cut.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     assert string not in text_of(cut.tokens[:-1])
+
+
+async def test_penalties_and_biases_change_samples_but_not_their_logprobs(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    greedy = a_sampling_request(PROMPTS[2], temperature=0.0, max_tokens=40, stop=NEVER)
+    seen = set()
+
+    for changes in (
+        UNCHANGED,
+        LogitChanges(frequency_penalty=1.5),
+        LogitChanges(presence_penalty=1.5),
+        LogitChanges(repetition_penalty=1.5),
+        LogitChanges(bias=((40, 3.0), (41, -100.0))),
+    ):
+        request = replace(greedy, changes=changes)
+        [theirs] = (await sampler.sample("one", request)).sequences
+        [ours] = (await engine.sampler.sample("one", request)).sequences
+        assert list(theirs.tokens) == list(ours.tokens)
+        assert_equal_logprobs(theirs.logprobs, ours.logprobs)
+        seen.add(tuple(theirs.tokens))
+
+    assert len(seen) == 5
+
+
+async def test_min_p_leaves_only_likely_tokens(sampler: InferenceSampler) -> None:
+    await sampler.publish("base", None)
+    greedy = a_sampling_request(PROMPTS[0], temperature=0.0, stop=NEVER)
+    likeliest = replace(a_sampling_request(PROMPTS[0], temperature=2.0, stop=NEVER), min_p=1.0)
+
+    [expected] = (await sampler.sample("base", greedy)).sequences
+    [drawn] = (await sampler.sample("base", likeliest)).sequences
+
+    assert drawn.tokens == expected.tokens
 
 
 async def test_a_lost_adapter_is_reloaded(
