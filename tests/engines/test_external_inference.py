@@ -26,7 +26,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
-from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
 from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_testing.sglang.sampling import cleaned_up, servers_of
@@ -320,6 +320,27 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     assert string in text_of(cut.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     assert string not in text_of(cut.tokens[:-1])
+
+
+@pytest.mark.parametrize("stop", ["<|end|><|end|>", "end|><|", "<|end|>"])
+async def test_special_tokens_are_part_of_the_text_that_vllm_searches(
+    engine: Engine, sampler: InferenceSampler, stop: str
+) -> None:
+    await engine.sampler.publish("base", None)
+    await sampler.publish("base", None)
+    always = LogitChanges(bias=((EOS_TOKEN_ID, 100.0),))
+    request = replace(
+        a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), (stop,))), changes=always
+    )
+
+    # Without the sampler, which cuts what a server has sampled beyond a stop string.
+    [server] = servers_of(sampler).values()
+    [theirs] = (await server.dialect.sample(request, None)).sequences
+    [ours] = (await engine.sampler.sample("base", request)).sequences
+
+    expected = [EOS_TOKEN_ID] * (1 if stop == "<|end|>" else 2)
+    assert (list(theirs.tokens), theirs.stopped) == (expected, True)
+    assert (list(ours.tokens), ours.stopped) == (expected, True)
 
 
 async def test_penalties_and_biases_change_samples_but_not_their_logprobs(
