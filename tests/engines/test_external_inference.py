@@ -5,6 +5,7 @@ Tolerances: logprobs 1e-4 relative, 1e-3 absolute; greedy tokens are equal.
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -25,13 +26,18 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_testing.data import a_request, random_data
 from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
-from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
 from tinkercloud_testing.sdk_steps import a_datum, score
 from tinkercloud_testing.servers import a_server
 from tinkercloud_testing.sglang.sampling import cleaned_up, servers_of
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, StopRules
+from tinkercloud_worker.engine.sampling.sampler_interface import (
+    UNCHANGED,
+    LogitChanges,
+    PromptLogprobParams,
+    StopRules,
+)
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
@@ -314,6 +320,62 @@ async def test_stop_tokens_and_strings_end_a_sequence_and_stay_in_it(
     assert string in text_of(cut.tokens)
     assert cut.tokens == whole.tokens[: len(cut.tokens)]
     assert string not in text_of(cut.tokens[:-1])
+
+
+@pytest.mark.parametrize("stop", ["<|end|><|end|>", "end|><|", "<|end|>"])
+async def test_special_tokens_are_part_of_the_text_that_vllm_searches(
+    engine: Engine, sampler: InferenceSampler, stop: str
+) -> None:
+    await engine.sampler.publish("base", None)
+    await sampler.publish("base", None)
+    always = LogitChanges(bias=((EOS_TOKEN_ID, 100.0),))
+    request = replace(
+        a_sampling_request(PROMPTS[0], stop=StopRules(frozenset(), (stop,))), changes=always
+    )
+
+    # Without the sampler, which cuts what a server has sampled beyond a stop string.
+    [server] = servers_of(sampler).values()
+    [theirs] = (await server.dialect.sample(request, None)).sequences
+    [ours] = (await engine.sampler.sample("base", request)).sequences
+
+    expected = [EOS_TOKEN_ID] * (1 if stop == "<|end|>" else 2)
+    assert (list(theirs.tokens), theirs.stopped) == (expected, True)
+    assert (list(ours.tokens), ours.stopped) == (expected, True)
+
+
+async def test_penalties_and_biases_change_samples_but_not_their_logprobs(
+    engine: Engine, sampler: InferenceSampler
+) -> None:
+    await publish(engine, sampler, "one", seed=1)
+    greedy = a_sampling_request(PROMPTS[2], temperature=0.0, max_tokens=40, stop=NEVER)
+    seen = set()
+
+    for changes in (
+        UNCHANGED,
+        LogitChanges(frequency_penalty=1.5),
+        LogitChanges(presence_penalty=1.5),
+        LogitChanges(repetition_penalty=1.5),
+        LogitChanges(bias=((40, 3.0), (41, -100.0))),
+    ):
+        request = replace(greedy, changes=changes)
+        [theirs] = (await sampler.sample("one", request)).sequences
+        [ours] = (await engine.sampler.sample("one", request)).sequences
+        assert list(theirs.tokens) == list(ours.tokens)
+        assert_equal_logprobs(theirs.logprobs, ours.logprobs)
+        seen.add(tuple(theirs.tokens))
+
+    assert len(seen) == 5
+
+
+async def test_min_p_leaves_only_likely_tokens(sampler: InferenceSampler) -> None:
+    await sampler.publish("base", None)
+    greedy = a_sampling_request(PROMPTS[0], temperature=0.0, stop=NEVER)
+    likeliest = replace(a_sampling_request(PROMPTS[0], temperature=2.0, stop=NEVER), min_p=1.0)
+
+    [expected] = (await sampler.sample("base", greedy)).sequences
+    [drawn] = (await sampler.sample("base", likeliest)).sequences
+
+    assert drawn.tokens == expected.tokens
 
 
 async def test_a_lost_adapter_is_reloaded(

@@ -466,6 +466,23 @@ def test_a_project_is_renamed_and_deleted_by_its_admin_once_it_is_empty(team: Te
     ]
 
 
+def test_a_project_that_is_created_without_an_id_gets_its_own(own_server: Server) -> None:
+    key = own_server.new_key("kim")
+    options = ("--api-key", key, "--base-url", own_server.url)
+    made = [own_server.post("projects", {"name": "Robots"}, key=key).json() for _ in range(2)]
+    printed = own_server.command("projects", "create", "Robots", *options).strip()
+    ids = [*(each["project_id"] for each in made), printed]
+    with tinker.ServiceClient(base_url=own_server.url, api_key=key, project_id=printed) as service:
+        session = service.holder.get_session_id()
+
+    listed = own_server.request("GET", "/api/v1/projects", key=key).json()["projects"]
+    used = own_server.request("GET", f"/api/v1/session_usage/{session}", key=key).json()
+    assert len(set(ids)) == 3
+    assert sorted(row["project_id"] for row in listed) == sorted(ids)
+    assert {(row["name"], row["role"]) for row in listed} == {("Robots", "admin")}
+    assert used["project_id"] == printed
+
+
 def test_a_disabled_owner_is_refused_at_once_and_a_limited_one_is_read_only(
     own_server: Server,
 ) -> None:

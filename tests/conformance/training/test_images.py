@@ -1,17 +1,21 @@
-"""Training and sampling with images, as the unmodified SDK and the cookbook send them."""
+"""Training and sampling with images, as the unmodified SDK, the cookbook and agents send them."""
 
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tinker
+from PIL import Image, ImageOps
 from tinker import types
 
-from tinkercloud_testing.pictures import plain_picture
+from tinkercloud_protocol.wire import routes
+from tinkercloud_testing.pictures import encoded, picture, plain_picture
 from tinkercloud_testing.servers import TRAINERS, Server, a_server
 from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
 
@@ -197,6 +201,55 @@ def test_an_image_at_an_address_is_rejected(client: tinker.ServiceClient) -> Non
         sampling.sample(
             types.ModelInput(chunks=[pointer]), 1, types.SamplingParams(max_tokens=1)
         ).result()
+
+
+def transparent() -> tuple[str, bytes, Image.Image, Image.Image]:
+    """Return a format, a file of it, and its picture as people and as some programs see it."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (56, 84, 4), np.uint8))
+    white = Image.new("RGBA", image.size, "white")
+    return "png", encoded(image, "png"), Image.alpha_composite(white, image), image
+
+
+def turned() -> tuple[str, bytes, Image.Image, Image.Image]:
+    """Return the same of a photo that was taken with the camera turned."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = io.BytesIO()
+    Image.open(io.BytesIO(picture(84, 56))).save(file, format="jpeg", exif=exif)
+    stored = Image.open(file)
+    return "jpeg", file.getvalue(), ImageOps.exif_transpose(stored), stored
+
+
+def answer_to(server: Server, file_format: str, data: bytes) -> list[float]:
+    """Return the logprobs of the answer to a chat about an image."""
+    url = f"data:image/{file_format};base64,{b64encode(data).decode()}"
+    content = [
+        {"type": "text", "text": "see "},
+        {"type": "image_url", "image_url": {"url": url}},
+    ]
+    fields = {"model": MODEL, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    chat = {**fields, "messages": [{"role": "user", "content": content}]}
+    answer = server.request("POST", routes.OPENAI_CHAT, chat)
+    while answer.status == 503:
+        # The model is being loaded.
+        answer = server.request("POST", routes.OPENAI_CHAT, chat)
+    assert answer.status == 200, answer.body
+    entries = answer.json()["choices"][0]["logprobs"]["content"]
+    return [entry["logprob"] for entry in entries]
+
+
+@pytest.mark.parametrize("case", [transparent, turned])
+def test_a_chat_about_an_image_has_the_answer_to_what_people_see(
+    server: Server, case: Callable[[], tuple[str, bytes, Image.Image, Image.Image]]
+) -> None:
+    file_format, data, seen, stored = case()
+
+    answer = answer_to(server, file_format, data)
+    expected = answer_to(server, "png", encoded(seen.convert("RGB"), "png"))
+    other = answer_to(server, "png", encoded(stored.convert("RGB"), "png"))
+
+    assert answer == pytest.approx(expected, abs=1e-5)
+    assert answer != pytest.approx(other, abs=1e-3)
 
 
 def test_the_capabilities_say_that_the_model_reads_images(server: Server) -> None:

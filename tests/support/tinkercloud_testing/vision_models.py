@@ -15,6 +15,12 @@ MARKS = (
 """Special tokens of the Qwen-VL family, whose ids follow that of the end token."""
 VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD = range(EOS_TOKEN_ID + 1, EOS_TOKEN_ID + 5)
 
+_TEMPLATE = """
+{%- for message in messages %}{{ message.role + ': ' }}
+{%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -72,10 +78,11 @@ def tiny_qwen_vl() -> Qwen2_5_VLForConditionalGeneration:
 
 
 def save_vision_model(folder: Path) -> Path:
-    """Write the model with its tokenizer and image processor as a Hugging Face folder."""
+    """Write the model with its chat template and image processor as a Hugging Face folder."""
     tiny_qwen_vl().save_pretrained(folder)
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return folder

@@ -57,6 +57,12 @@ def series(expression: str) -> set[str]:
     return set(re.findall(r"\b[a-z_]+\b(?!\s*\()", bare)) - {"and", "or", "unless", "bool"}
 
 
+def minutes(duration: str) -> int:
+    """Return a duration of Prometheus that is given in minutes."""
+    assert duration.endswith("m"), duration
+    return int(duration.removesuffix("m"))
+
+
 def expressions() -> Sequence[str]:
     """What dashboards and alerts ask Prometheus."""
     (rule,) = of_kind("PrometheusRule", *WATCHED)
@@ -111,6 +117,25 @@ def test_alerts_are_about_this_release_alone() -> None:
     alerts = [each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]]
 
     assert [expr for expr in alerts if f'namespace="{NAMESPACE}"' not in expr] == []
+
+
+def test_one_failure_that_a_retry_mends_pages_nobody() -> None:
+    (rule,) = of_kind("PrometheusRule", *WATCHED)
+    rules = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}
+    windows = {
+        name: minutes(match.group(1))
+        for name, each in rules.items()
+        if (match := re.search(r"increase\(.*\[(\w+)\]\)+ > 0$", each["expr"])) is not None
+    }
+
+    # One failure counts for as long as the window.
+    brief = [
+        name for name, window in windows.items() if minutes(rules[name].get("for", "0m")) < window
+    ]
+    assert brief == []
+    # A failed save is repeated after a minute at most, so the alert of a store that is away stays.
+    assert windows["TinkercloudSavesFail"] == 5
+    assert minutes(rules["TinkercloudSavesFail"]["for"]) == 15
 
 
 @every_dashboard

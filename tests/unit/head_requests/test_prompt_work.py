@@ -17,6 +17,7 @@ from tinkercloud_testing.served_heads import TOKEN, Answer, ServedHead, a_served
 from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.head.serve.prompt_work import PromptWork
+from tinkercloud_worker.head.wire.head_http import Request
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 LONG = "one two " * 900_000
@@ -41,6 +42,14 @@ def is_started() -> bool:
 async def owners(head: ServedHead) -> None:
     await head.sampler(HERS, "her")
     await head.sampler(HIS, "his")
+
+
+async def a_path(head: ServedHead, session: str, is_recorded: bool) -> str:
+    """Return the path of chats with a model: that of the model, or of a recorded session of it."""
+    if not is_recorded:
+        return routes.OPENAI_CHAT
+    made = await head.send(routes.OPENAI_SESSIONS, orjson.dumps({"model": "m"}), session)
+    return f"{routes.OPENAI_SESSIONS}/{orjson.loads(made.body)['id']}/v1/chat/completions"
 
 
 async def test_six_prompts_of_seven_megabytes_are_refused_without_keeping_their_tokens(
@@ -102,6 +111,56 @@ async def test_an_owner_is_answered_while_all_requests_of_another_owner_are_rend
 
     assert (chat.status, orjson.loads(counted.body)) == (200, {"input_tokens": 2})
     assert {answer.status for answer in answered} == {200}
+
+
+async def test_bodies_of_one_owner_take_turns_for_its_room_and_others_have_their_own() -> None:
+    work, entered = PromptWork(), asyncio.Event()
+
+    async def second() -> None:
+        async with work.room("her", 1):
+            entered.set()
+
+    async with work.room("her", routes.MAX_CHAT_BODY_BYTES):
+        waiting = asyncio.create_task(second())
+        async with work.room("his", routes.MAX_CHAT_BODY_BYTES):
+            await asyncio.sleep(0)
+            assert not entered.is_set()
+    await waiting
+
+
+@pytest.mark.parametrize("is_recorded", [False, True], ids=["chat", "turns of recorded sessions"])
+async def test_a_flood_of_large_bodies_is_not_received_at_once_and_leaves_room_to_another_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    proceed, render = threading.Event(), ChatText.render
+    received: list[str] = []
+
+    def held(self: ChatText, messages: Any, *args: Any, **kwargs: Any) -> list[int]:
+        if messages[0]["content"] == "slow":
+            proceed.wait()
+        return render(self, messages, *args, **kwargs)
+
+    async def watched(self: Request, receive: Any = Request.body) -> bytes:
+        received.append(self.headers[routes.TARGET_HEADER])
+        return bytes(await receive(self))
+
+    monkeypatch.setattr(ChatText, "render", held)
+    monkeypatch.setattr(Request, "body", watched)
+    large = a_chat("slow", user="x" * (routes.MAX_CHAT_BODY_BYTES * 2 // 5))
+    async with a_served_head(tmp_path, chat_template=TEMPLATE) as head:
+        await owners(head)
+        paths = {session: await a_path(head, session, is_recorded) for session in (HERS, HIS)}
+        received.clear()
+        flood = [asyncio.create_task(head.send(paths[HERS], large, HERS)) for _ in range(5)]
+        await asyncio.to_thread(wait_until, lambda: len(received) >= 2, "two of her bodies")
+        small = await head.send(paths[HIS], a_chat("hi"), HIS)
+        in_time = list(received)
+        proceed.set()
+        answered = await asyncio.gather(*flood)
+
+    assert small.status == 200
+    assert in_time == [HERS, HERS, HIS]
+    assert [answer.status for answer in answered] == [200] * 5
 
 
 async def test_a_template_stops_when_its_client_has_gone(tmp_path: Path) -> None:

@@ -8,11 +8,18 @@ import numpy as np
 import peft
 import pytest
 import torch
-from transformers import Mamba2Config, Mamba2ForCausalLM
+from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+)
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_testing.data import random_data
-from tinkercloud_testing.families import ONE_BY_ONE
+from tinkercloud_testing.families import ONE_BY_ONE, SIZES
 from tinkercloud_testing.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -40,9 +47,36 @@ def mamba2() -> Mamba2ForCausalLM:
     return model
 
 
+def falcon_mamba() -> FalconMambaForCausalLM:
+    torch.manual_seed(3)
+    model = FalconMambaForCausalLM(FalconMambaConfig(state_size=8, **SIZES))
+    model.eval()
+    return model
+
+
+def nemotron_h() -> NemotronHForCausalLM:
+    torch.manual_seed(3)
+    sizes = {name: value for name, value in SIZES.items() if name != "num_hidden_layers"}
+    config = NemotronHConfig(
+        **sizes,
+        layers_block_type=["linear_attention", "mlp", "full_attention"],
+        head_dim=8,
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=16,
+    )
+    model = NemotronHForCausalLM(config)
+    model.eval()
+    return model
+
+
 MAKERS: dict[str, Callable[[], Any]] = {
     "Mamba 2": mamba2,
     "Mamba": ONE_BY_ONE["recurrent, Mamba"],
+    "Falcon Mamba": falcon_mamba,
+    "Nemotron-H": nemotron_h,
     "Falcon-H1": ONE_BY_ONE["hybrid, Falcon-H1"],
     "Bamba": ONE_BY_ONE["hybrid, Bamba"],
 }

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextvars import copy_context
+from functools import partial
 from types import FrameType
 from typing import TypeVar
 
@@ -64,7 +66,9 @@ class PromptWork:
                 return job()
 
         async with self._turn(owner):
-            running = asyncio.get_running_loop().run_in_executor(self._threads, stoppable)
+            # With the context, log lines of the job name its request.
+            job_in_context = partial(copy_context().run, stoppable)
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job_in_context)
             try:
                 return await asyncio.shield(running)
             except asyncio.CancelledError:
