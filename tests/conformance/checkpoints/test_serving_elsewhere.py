@@ -17,6 +17,7 @@ from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 PAGE = (Path(__file__).parents[3] / "docs" / "use" / "weights.md").read_text()
 MODEL = "tiny/tied"
+TINKERCLOUD = Path(sys.executable).with_name("tinkercloud")
 QUESTION = [{"role": "user", "content": "What is the capital of Tinkercloud?"}]
 
 
@@ -77,3 +78,29 @@ def test_the_merged_model_of_the_page_answers_in_transformers_as_the_server_does
     assert ran.stdout.rstrip("\n").endswith(expected.rstrip("\n")), json.dumps(
         [ran.stdout, expected]
     )
+
+
+def test_a_merge_that_is_impossible_says_why_and_leaves_no_folder(
+    server: Server, base: Path, tmp_path: Path
+) -> None:
+    with server.client() as client:
+        whole = client.create_lora_training_client(MODEL, rank=0).result()
+        checkpoint = whole.save_state("whole").result().path
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "model.safetensors").touch()
+
+    for folder, why in [
+        (used, "not an empty folder"),
+        (tmp_path / "new", "those of a whole model"),
+    ]:
+        ran = subprocess.run(
+            [TINKERCLOUD, "checkpoints", "merge", checkpoint, folder, "--base", base],
+            env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ran.returncode == 1
+        assert why in ran.stderr
+    assert not (tmp_path / "new").exists()

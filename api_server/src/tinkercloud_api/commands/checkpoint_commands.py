@@ -1,8 +1,10 @@
-"""`tinkercloud checkpoints`: list, export, import and delete the checkpoints of a server."""
+"""`tinkercloud checkpoints`: list, export, merge, import and delete checkpoints of a server."""
 
 import asyncio
 import json
 import shutil
+import subprocess
+import sys
 import tarfile
 import tempfile
 from pathlib import Path
@@ -16,7 +18,8 @@ from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, 
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
-    help="List, export, import and delete checkpoints of a running server.", no_args_is_help=True
+    help="List, export, merge, import and delete checkpoints of a running server.",
+    no_args_is_help=True,
 )
 
 _COMPLETE = "checkpoint_complete"
@@ -87,6 +90,42 @@ def export_checkpoint(
     """Download the weights of a checkpoint, of an adapter as a PEFT folder."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fail(f"{folder} exists and is not an empty folder; choose another one")
+    files = [str(folder / name) for name in _export(path, folder, base_url, api_key)]
+    say("\n".join(files), {"folder": str(folder), "files": files}, as_json=as_json)
+
+
+@app.command("merge")
+def merge_checkpoint(
+    path: PathArgument,
+    folder: Annotated[Path, typer.Argument(help="Folder to create; it may exist if it is empty.")],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    base: Annotated[
+        Path, typer.Option(exists=True, file_okay=False, help="Folder of the base model.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Merge an adapter into its base model, and write a model for other programs."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(f"{folder} exists and is not an empty folder; choose another one")
+    with tempfile.TemporaryDirectory(prefix="tinkercloud-merge-") as temporary:
+        adapter = Path(temporary) / "adapter"
+        _export(path, adapter, base_url, api_key)
+        folders = [str(each) for each in (base, adapter, folder)]
+        command = [sys.executable, "-m", "tinkercloud_worker.merge", *folders]
+        with waiting(f"merging into {base}"):
+            merged = subprocess.run(  # noqa: S603 - our own program
+                command, capture_output=True, text=True, check=False
+            )
+    if merged.returncode != 0:
+        lines = merged.stderr.strip().splitlines()
+        fail(lines[-1] if lines else f"merging ended with status {merged.returncode}")
+    say(str(folder), {"folder": str(folder)}, as_json=as_json)
+
+
+def _export(path: str, folder: Path, base_url: str | None, api_key: str) -> list[str]:
+    """Download a checkpoint into a folder that is empty or missing; return the files' names."""
     answer = request("GET", base_url, api_key, f"{_url_of(path)}/archive")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as temporary:
@@ -97,8 +136,7 @@ def export_checkpoint(
         folder.mkdir(exist_ok=True)
         for name in names:
             shutil.move(unpacked / name, folder / name)
-    files = [str(folder / name) for name in names]
-    say("\n".join(files), {"folder": str(folder), "files": files}, as_json=as_json)
+    return names
 
 
 async def _download(url: str, target: Path) -> None:
