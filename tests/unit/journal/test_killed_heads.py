@@ -24,6 +24,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, StateLo
 from tinkercloud_testing.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
@@ -339,7 +340,7 @@ async def test_the_key_of_a_request_that_was_rejected_is_not_that_of_the_next(
     with a_head(root, tmp_path, "g1", journals=journals) as head:
         await head.begin()
         with monkeypatch.context() as full:
-            full.setattr(head.service, "_enqueue", reject)
+            full.setattr(LiveModel, "_enqueue", reject)
             with pytest.raises(Overloaded):
                 head.service.submit(first, "key of the first")
         head.service.submit(replace(second, place=TrainingEnvelope(str(MODEL), 1)))

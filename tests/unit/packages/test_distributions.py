@@ -130,6 +130,7 @@ def test_the_extras_of_the_package_reach_those_of_its_parts(
         "demo",
         "gpu",
         "megatron",
+        "notebook",
         "postgres",
         "programs",
         "sdk",
