@@ -65,6 +65,10 @@ def test_a_session_suspended_because_idle_is_resumed_by_the_next_request(
     world.say(name, idle, (ConditionType.READY, "False", Reason.SUSPENDED, ""), endpoint=None)
     asleep = now()
 
+    # Neither is a use of the run.
+    assert server.request("GET", "/oai/sessions").json()["data"] == []
+    assert server.post("cleanup_futures", {}).status == 200
+    assert last_activity(world, name) <= asleep
     pending = training.forward_backward([a_datum()], "cross_entropy")
     wait_until(lambda: last_activity(world, name) > asleep, "the session to be wanted again")
     head.start()

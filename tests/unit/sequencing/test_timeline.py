@@ -1,5 +1,7 @@
 """Spans of requests are kept for the latest sessions, and only so many."""
 
+from prometheus_client import REGISTRY
+
 from tinkercloud_worker.head.wire.request_times import MAX_ALL_SPANS, MAX_SPANS, SpanRecorder
 
 
@@ -17,3 +19,17 @@ async def test_the_spans_of_all_sessions_are_bounded_and_the_latest_sessions_kee
     span = recorder.of_session(f"s{sessions - 1}")[-1]
     assert (span.target, span.name) == (f"s{sessions - 1}:train:0", "optim_step")
     assert (span.accepted, span.started, span.finished) == (1.5, 1.5, 1.5)
+
+
+async def test_the_times_of_a_batch_count_for_its_request_whatever_its_format() -> None:
+    def counted() -> float:
+        labels = {"request": "forward_backward"}
+        return REGISTRY.get_sample_value("tinkercloud_request_seconds_count", labels) or 0
+
+    async def work() -> None: ...
+
+    before = counted()
+    for name in ("forward_backward", "forward_backward in JSON"):
+        await SpanRecorder().timed("s:train:0", name, work)()
+
+    assert counted() == before + 2

@@ -102,7 +102,7 @@ class SharedHeads:
         return sum(Forgotten.model_validate_json(answer).num_results for answer in answers)
 
     async def recorded_sessions(self, owner: str) -> list[RecordedSession]:
-        """Return the recorded sessions of an owner on all of its running heads.
+        """Return the recorded sessions of an owner on the running heads of this server, by age.
 
         Raises:
             Unavailable: a head did not respond.
@@ -113,19 +113,14 @@ class SharedHeads:
         return sorted((each for listed in found for each in listed), key=lambda each: each.created)
 
     async def _call_all(self, owner: str, path: str, body: BaseModel) -> list[bytes]:
-        """POST to all shared heads and to the running heads of an owner's own runs.
+        """POST to the running heads that may have something of an owner.
 
         Raises:
             Unavailable: a head did not respond; the others have been called.
         """
-        rows = await self._catalog.runs_named(self._provider.runs(), owner)
-        own = [self._provider.find(placement_of(row)) for row in rows]
-        running = [head for head in (*self._provider.shared_heads(), *own) if head is not None]
+        heads = {head.url: head for head in self._provider.heads_of(owner)}
         content = body.model_dump_json()
-        calls = [
-            self._call("POST", head, path, _LIST_SECONDS, content)
-            for head in {head.url: head for head in running}.values()
-        ]
+        calls = [self._call("POST", head, path, _LIST_SECONDS, content) for head in heads.values()]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for failure in answers:
             if isinstance(failure, BaseException):

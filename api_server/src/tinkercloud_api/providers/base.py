@@ -160,6 +160,13 @@ class SessionProvider(Protocol):
         Heads that serve a single run are not included; their providers suspend the whole head.
         """
 
+    def heads_of(self, owner: str) -> list[HeadEndpoint]:
+        """Return the running heads that may have something of an owner: shared ones, and its own.
+
+        This is no use of the heads: none is resumed, or kept from being suspended.
+        """
+        return self.shared_heads()
+
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """Return the runs that have a place on a shared head; None if runs have no places."""
         return None

@@ -181,7 +181,8 @@ class Application:
             yield
 
     def _head_urls(self) -> list[str]:
-        return [head.url for head in self._provider.shared_heads()]
+        is_started = self.context is not None
+        return [head.url for head in self._provider.shared_heads()] if is_started else []
 
     def _running(self) -> Context:
         assert self.context is not None  # noqa: S101 - requests arrive after startup

@@ -41,6 +41,11 @@ def recorded_name(sampler_id: str, suffix: str) -> str:
     return f"{sampler_id}{_SEPARATOR}{suffix}"
 
 
+def sampler_of(name: str) -> str:
+    """Return the sampling session in a name, which may be malformed."""
+    return name.partition(_SEPARATOR)[0]
+
+
 def parse(path: str) -> RecordedPath | None:
     """Return the parts of a path; None if it is not the path of a recorded session."""
     if (found := _PATH.fullmatch(path)) is None:

@@ -68,11 +68,6 @@ class Counts(Statements):
         newest = (TrainingRun.last_request_at.desc(), TrainingRun.id)
         return await self._all(query.order_by(*newest).limit(limit))
 
-    async def runs_named(self, run_ids: Collection[str], owner: str) -> Sequence[TrainingRun]:
-        """Return those of these runs that belong to an owner."""
-        query = select(TrainingRun).where(TrainingRun.id.in_(run_ids), TrainingRun.owner == owner)
-        return await self._all(query)
-
     async def count_active_sessions(self, since: datetime, owner: str | None) -> int:
         """Return the number of open sessions with a heartbeat or a request since a time."""
         is_used = select(TrainingRun.id).where(

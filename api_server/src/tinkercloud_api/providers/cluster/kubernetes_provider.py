@@ -302,6 +302,16 @@ class KubernetesProvider(SessionProvider):
         """
         return list(self._pool_heads())
 
+    def heads_of(self, owner: str) -> list[HeadEndpoint]:
+        """See `SessionProvider.heads_of`: those that this process has used."""
+        own = [each for each in self._sessions.objects() if each.spec.owner == owner]
+        heads = [
+            self._endpoints.cached(session, state)
+            for session in own
+            if isinstance(state := readiness(session), Ready)
+        ]
+        return [*self.shared_heads(), *(head for head in heads if head is not None)]
+
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """See `SessionProvider.placed_on`."""
         name = self._pool_heads().get(endpoint)

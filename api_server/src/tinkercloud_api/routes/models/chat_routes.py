@@ -113,14 +113,22 @@ async def _forward_action(call: Call, action: str) -> None:
 
 @names_no_object
 async def recorded_sessions(call: Call) -> None:
-    """List the caller's recorded sessions, the oldest first.
+    """List the caller's recorded sessions that it may still use, the oldest first.
 
     Raises:
         Unavailable: a session head did not respond.
     """
-    found = await call.server.shared_heads.recorded_sessions(call.principal.owner)
-    listed = RecordedSessionList(data=found)
-    await respond(call.send, listed.model_dump_json().encode())
+    server = call.server
+    found = await server.shared_heads.recorded_sessions(call.principal.owner)
+    usable: dict[str, bool] = {}
+    for sampler_id in {recorded_paths.sampler_of(each.id) for each in found}:
+        try:
+            await server.locator.known.authorize_sampler(sampler_id, call.principal)
+        except NotFound:
+            # It belongs to a project that the caller has left, or was deleted.
+            usable[sampler_id] = False
+    listed = [each for each in found if usable.get(recorded_paths.sampler_of(each.id), True)]
+    await respond(call.send, RecordedSessionList(data=listed).model_dump_json().encode())
 
 
 def _sampler_of(call: Call) -> str:

@@ -498,8 +498,8 @@ class ModelQueue:
         self._finish(seq_id, result)
 
     def _gap_timed_out(self, missing: int) -> None:
-        if not self.sequencer.is_stuck:
-            # It has arrived, and runs after what runs between two requests.
+        if not self.sequencer.is_stuck or self.sequencer.next_seq_id != missing:
+            # It has arrived, and waits for what runs between two requests, or was skipped.
             return
         message = self._awaited.why_dropped(missing)
         log.warning(

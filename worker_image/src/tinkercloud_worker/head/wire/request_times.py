@@ -77,8 +77,10 @@ class SpanRecorder:
 
     def _add(self, row: _Row) -> None:
         _, name, accepted, started, finished, _ = row
-        REQUEST_WAIT_SECONDS.labels(name).observe(started - accepted)
-        REQUEST_SECONDS.labels(name).observe(finished - started)
+        # The format of a batch is a part of its name; the clock may be set back.
+        kind = name.partition(" ")[0]
+        REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))
+        REQUEST_SECONDS.labels(kind).observe(max(finished - started, 0.0))
         session_id = row[0].partition(":")[0]
         rows = self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS))
         self._num_spans += len(rows) < MAX_SPANS
