@@ -24,7 +24,8 @@ def read(state_dir: Path) -> dict[str, str]:
     file = state_dir / FILE
     try:
         content = json.loads(file.read_bytes())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        # An unusable state folder is reported as such.
         return {}
     except (OSError, ValueError) as error:
         raise AddedModelsError(f"{file} can't be read ({error}); {_REMEDY}") from None
