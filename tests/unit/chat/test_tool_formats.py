@@ -21,7 +21,7 @@ from tinkercloud_testing.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
-from tinkercloud_worker.chat.answer_rules import Function
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import Part, ToolCall
 from tinkercloud_worker.chat.text import ChatText
@@ -377,6 +377,44 @@ def test_odd_answers_are_read_without_delay(template: str, said: str) -> None:
 
     assert len(parts) == 1
     assert isinstance(parts[0], ToolCall) or parts[0] == said
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["anyOf", "oneOf"])
+def test_schemas_that_refer_to_themselves_are_read_without_delay(kind: str) -> None:
+    to_itself = {"$ref": "#/$defs/a"}
+    many = {kind: [{"$ref": f"#/$defs/{n}"} for n in range(60)] * 2}
+    schema = {
+        "properties": {"a": to_itself, "b": {"$ref": "#/$defs/0"}},
+        "$defs": {"a": {kind: [to_itself, dict(to_itself)]}, **{str(n): many for n in range(60)}},
+    }
+    known = format_of(QWEN_XML)
+    assert known is not None
+    reader = known.reader([Function("f", schema, "tools.0")])
+    assert reader is not None
+
+    [call] = [*reader.add(in_xml("f", a="1", b="2")), *reader.finish()]
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": "1", "b": "2"}'
+    with pytest.raises(InvalidRequest, match=r"tools\.0\.a: the schema has no alternatives"):
+        known.source(AnswerRule(functions=[Function("f", schema, "tools.0")]), Reasoning.NONE)
+
+
+def test_types_of_alternatives_in_xml_are_found_behind_references() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/a"}},
+        "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}, {"items": {}}]}},
+    }
+    known = format_of(QWEN_XML)
+    assert known is not None
+    reader = known.reader([Function("f", schema, "tools.0")])
+    assert reader is not None
+
+    [call] = reader.add(in_xml("f", a="1"))
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": 1}'
 
 
 def test_long_calls_in_xml_are_searched_once_for_their_end() -> None:

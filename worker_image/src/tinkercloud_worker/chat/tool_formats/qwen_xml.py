@@ -54,8 +54,8 @@ class QwenXml(ToolFormat):
 
     def reader(self, offered: Sequence[Function]) -> CallReader | None:
         """Return a reader; see `ToolFormat`."""
-        schemas = {function.name: function.schema for function in offered}
-        marking = Marking(_BEGIN, _END, _CallEnd, partial(_calls_in, schemas))
+        tools = {each.name: xml_values.Parameters(each.schema) for each in offered}
+        marking = Marking(_BEGIN, _END, _CallEnd, partial(_calls_in, tools))
         return MarkedReader(marking) if offered else None
 
     def source(self, rule: AnswerRule, reasoning: Reasoning) -> str:
@@ -84,17 +84,17 @@ class _CallEnd:
         return None
 
 
-def _calls_in(schemas: Mapping[str, Mapping[str, Any]], text: str) -> list[ToolCall]:
+def _calls_in(tools: Mapping[str, xml_values.Parameters], text: str) -> list[ToolCall]:
     """Return the call that a tag holds; none if it is something else."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return []
-    schema, members = schemas.get(found[1], {}), {}
+    tool, members = tools.get(found[1]) or xml_values.Parameters({}), {}
     try:
         for name, value in _parameters_in(found[2]):
             if name in members:
                 return []
-            members[name] = xml_values.as_json(value, xml_values.parameter(schema, name), schema)
+            members[name] = tool.as_json(name, value)
     except ValueError:
         return []
     written = (f"{json.dumps(name, ensure_ascii=False)}: {each}" for name, each in members.items())

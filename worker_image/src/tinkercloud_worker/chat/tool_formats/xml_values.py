@@ -1,8 +1,9 @@
 """Values of parameters that are written as text: strings, unless the schema says otherwise."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any, TypeGuard
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
@@ -27,7 +28,11 @@ _STRING_KEYS = _NOTES | {"type", "enum", "const", "minLength", "maxLength"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 """How templates write values of earlier calls, so that models do, too."""
 _MAX_STEPS = 32
-"""Maximum number of references and alternatives on the way to a schema."""
+"""Maximum number of references on the way to a schema."""
+_MAX_ALTERNATIVES = 1024
+"""Maximum number of alternatives of a parameter, together with their keys."""
+_MAX_KEYS = 64
+"""Maximum number of keys of a schema that is joined with another one."""
 _KIND_OF_TYPE = {
     str: "string",
     bool: "boolean",
@@ -37,40 +42,50 @@ _KIND_OF_TYPE = {
 }
 
 
-def parameter(schema: Schema, name: str) -> Schema:
-    """Return the schema of a parameter; an empty one if there is none."""
-    root = resolved(schema, schema)
-    found = root.get("properties", {}).get(name, root.get("additionalProperties"))
-    return found if isinstance(found, dict) else {}
+class Parameters:
+    """The parameters of one tool, for reading calls of it."""
 
+    def __init__(self, root: Schema) -> None:
+        """Take the schema of all parameters."""
+        self._root = root
+        self._kinds: dict[int, frozenset[str]] = {}
+        """Types of JSON, by the identity of the schema that allows them."""
 
-def as_json(value: str, schema: Schema, root: Schema) -> str:
-    """Return a value as JSON.
+    @cached_property
+    def _top(self) -> Schema:
+        return resolved(self._root, self._root)
 
-    It is the text of the model, unless the schema allows strings: then null is null, if the schema
-    allows it, and all else is a string. What is no JSON is a string, too.
+    def as_json(self, name: str, value: str) -> str:
+        """Return the value of a parameter as JSON.
 
-    Args:
-        value: the text.
-        schema: its schema.
-        root: the schema of all parameters, which references point into.
+        It is the text of the model, unless the schema allows strings: then null is null, if the
+        schema allows it, and all else is a string. What is no JSON is a string, too.
 
-    Raises:
-        ValueError: it has half of a surrogate pair.
-    """
-    kinds = _kinds(schema, root, _MAX_STEPS)
-    if not kinds or "string" in kinds:
-        is_null = value == "null" and "null" in kinds
-        return value if is_null else json.dumps(value, ensure_ascii=False)
-    text = value.strip()
-    text = _PYTHON.get(text, text) if kinds & {"boolean", "null"} else text
-    try:
-        content = DECODER.decode(text)
-    except (ValueError, RecursionError):
-        return json.dumps(value, ensure_ascii=False)
-    if has_half(content):
-        raise ValueError("half of a surrogate pair")
-    return text
+        Raises:
+            ValueError: it has half of a surrogate pair.
+        """
+        kinds = self._kinds_of(name)
+        if not kinds or "string" in kinds:
+            is_null = value == "null" and "null" in kinds
+            return value if is_null else json.dumps(value, ensure_ascii=False)
+        text = value.strip()
+        text = _PYTHON.get(text, text) if kinds & {"boolean", "null"} else text
+        try:
+            content = DECODER.decode(text)
+        except (ValueError, RecursionError):
+            return json.dumps(value, ensure_ascii=False)
+        if has_half(content):
+            raise ValueError("half of a surrogate pair")
+        return text
+
+    def _kinds_of(self, name: str) -> frozenset[str]:
+        """Return the types of JSON that a parameter may have; none if the schema does not say."""
+        schema = self._top.get("properties", {}).get(name, self._top.get("additionalProperties"))
+        if not isinstance(schema, dict):
+            return frozenset()
+        if id(schema) not in self._kinds:
+            self._kinds[id(schema)] = _kinds(schema, self._root)
+        return self._kinds[id(schema)]
 
 
 def rule_of(name: str, schema: Schema, root: Schema, field: str) -> str:
@@ -79,13 +94,19 @@ def rule_of(name: str, schema: Schema, root: Schema, field: str) -> str:
     Raises:
         InvalidRequest: the format can't express the schema.
     """
-    kinds = _kinds(schema, root, _MAX_STEPS)
+    kinds = _kinds(schema, root)
     if kinds and "string" not in kinds:
         definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
         value = json_rule(f"{name}_json", {**schema, **definitions})
         return f"{name}: {name}_json {_END}\n{value}"
     forms = ['"null"'] if "null" in kinds else []
-    for each in _strings_of(schema, root, _MAX_STEPS):
+    strings = _strings_of(schema, root)
+    if not strings:
+        raise InvalidRequest(
+            f"{field}: the schema has no alternatives that can be found in"
+            f" {_MAX_ALTERNATIVES} steps; send a simpler one"
+        )
+    for each in strings:
         if unknown := sorted(each.keys() - _STRING_KEYS):
             raise InvalidRequest(
                 f"{field}: {', '.join(unknown)} of a string can't be enforced in the tool call"
@@ -104,18 +125,13 @@ def _string_form(schema: Schema) -> str:
     return rf"(/(.|\n){{{least},{most}}}/ & {_NO_END})"
 
 
-def _strings_of(schema: Schema, root: Schema, steps: int) -> list[Schema]:
-    """Return the alternatives of a schema that allow strings."""
-    schema = resolved(schema, root)
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if branches is None or not steps:
-        return [schema]
-    found = []
-    for branch in branches:
-        kinds = _kinds(branch, root, steps)
-        if not kinds or "string" in kinds:
-            found += _strings_of(branch, root, steps - 1)
-    return found
+def _strings_of(schema: Schema, root: Schema) -> list[Schema]:
+    """Return the alternatives of a schema that allow strings; none if there are too many."""
+    try:
+        found = list(_alternatives(schema, root, opens_strings=True))
+    except _TooManyError:
+        return []
+    return [each for each in found if not (kinds := _own_kinds(each)) or "string" in kinds]
 
 
 def resolved(schema: Schema, root: Schema) -> Schema:
@@ -129,18 +145,66 @@ def resolved(schema: Schema, root: Schema) -> Schema:
             if not isinstance(target, dict):
                 return schema
             schema = target
-        elif isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict):
+        elif _is_joined(parts) and len(schema) + len(parts[0]) <= _MAX_KEYS:
             schema = {**{key: schema[key] for key in schema if key != "allOf"}, **parts[0]}
         else:
             return schema
     return {}
 
 
-def _kinds(schema: Any, root: Schema, steps: int) -> frozenset[str]:  # noqa: ANN401 - any JSON
+def _is_joined(parts: Any) -> TypeGuard[list[dict[str, Any]]]:  # noqa: ANN401 - any JSON
+    return isinstance(parts, list) and len(parts) == 1 and isinstance(parts[0], dict)
+
+
+class _TooManyError(Exception):
+    """A schema has more alternatives than are followed."""
+
+
+def _alternatives(schema: Schema, root: Schema, *, opens_strings: bool = False) -> Iterator[Schema]:
+    """Yield the schemas of which a value must match one, each once.
+
+    Alternatives may lead back to themselves, and several ways may lead to one.
+
+    Args:
+        schema: the schema that has them.
+        root: the schema of all parameters, which references point into.
+        opens_strings: whether those of a schema that itself says "string" are yielded, too.
+
+    Raises:
+        _TooManyError: there are too many.
+    """
+    waiting: list[Any] = [schema]
+    # Branches are parts of the root, so that none takes the identity of another.
+    seen, size = {id(schema)}, 0
+    while waiting:
+        found = resolved(waiting.pop(), root)
+        size += 1 + len(found)
+        if size > _MAX_ALTERNATIVES:
+            raise _TooManyError
+        branches, own = found.get("anyOf", found.get("oneOf")), _own_kinds(found)
+        is_open = not own or (opens_strings and "string" in own)
+        if not isinstance(branches, list) or not is_open:
+            yield found
+            continue
+        for branch in reversed(branches):
+            if not isinstance(branch, dict):
+                yield {}
+            elif id(branch) not in seen:
+                seen.add(id(branch))
+                waiting.append(branch)
+
+
+def _kinds(schema: Schema, root: Schema) -> frozenset[str]:
     """Return the types of JSON that a schema allows; none if it does not say."""
-    if not isinstance(schema, dict) or not steps:
+    try:
+        found = [_own_kinds(each) for each in _alternatives(schema, root)]
+    except _TooManyError:
         return frozenset()
-    schema = resolved(schema, root)
+    return frozenset().union(*found) if all(found) else frozenset()
+
+
+def _own_kinds(schema: Schema) -> frozenset[str]:
+    """Return the types that a schema itself names; none if its alternatives may name them."""
     given = schema.get("type")
     if isinstance(given, str):
         return frozenset({given})
@@ -148,11 +212,10 @@ def _kinds(schema: Any, root: Schema, steps: int) -> frozenset[str]:  # noqa: AN
         return frozenset(str(each) for each in given)
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = schema["enum"] if "enum" in schema else [schema["const"]]
-        return frozenset(_KIND_OF_TYPE.get(type(each), "number") for each in values)
-    branches = schema.get("anyOf", schema.get("oneOf"))
-    if isinstance(branches, list):
-        found = [_kinds(branch, root, steps - 1) for branch in branches]
-        return frozenset().union(*found) if all(found) else frozenset()
+        types = set(map(type, values))
+        return frozenset(_KIND_OF_TYPE.get(each, "number") for each in types)
+    if isinstance(schema.get("anyOf", schema.get("oneOf")), list):
+        return frozenset()
     if "properties" in schema:
         return frozenset({"object"})
     return frozenset({"array"}) if "items" in schema else frozenset()
