@@ -1,6 +1,7 @@
 """Calls in the formats of several families: found by the template, and read as the model wrote."""
 
 import json
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -399,6 +400,42 @@ def test_schemas_that_refer_to_themselves_are_read_without_delay(kind: str) -> N
     assert call.arguments_json == '{"a": "1", "b": "2"}'
     with pytest.raises(InvalidRequest, match=r"tools\.0\.a: the schema has no alternatives"):
         known.source(AnswerRule(functions=[Function("f", schema, "tools.0")]), Reasoning.NONE)
+
+
+ODD_SCHEMAS: list[dict[str, Any]] = [
+    {"properties": None},
+    {"properties": []},
+    {"properties": {"a": True}, "required": None},
+    {"properties": {"a": False}, "required": 5},
+    {"properties": {"a": {}}, "required": [{}, ["a"]]},
+    {"properties": {"a": None}, "additionalProperties": 7},
+    {"properties": {"a": {"anyOf": [True, None, 5]}}},
+    {"properties": {"a": {"anyOf": None, "oneOf": {"type": "string"}}}},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"type": "string", "enum": None, "const": "1"}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": -1}}},
+    {"properties": {"a": {"type": "string", "minLength": 1.5, "maxLength": True}}},
+    {"properties": {"a": {"type": {}, "items": 3, "properties": 3}}},
+    {"properties": {"a": {"$ref": 5, "allOf": [None]}}, "allOf": 3, "$defs": None},
+    {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": []},
+]
+"""What no JSON schema is, or none that says anything."""
+
+
+@pytest.mark.parametrize("schema", ODD_SCHEMAS, ids=repr)
+def test_odd_schemas_in_xml_mean_what_can_be_read_of_them(schema: dict[str, Any]) -> None:
+    known = format_of(QWEN_XML)
+    assert known is not None
+    function = Function("f", schema, "tools.0")
+    reader = known.reader([function])
+    assert reader is not None
+
+    [call] = reader.add(in_xml("f", a="1"))
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": "1"}'
+    with suppress(InvalidRequest):
+        known.source(AnswerRule(functions=[function]), Reasoning.NONE)
 
 
 def test_types_of_alternatives_in_xml_are_found_behind_references() -> None:

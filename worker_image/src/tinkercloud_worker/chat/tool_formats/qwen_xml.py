@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
@@ -132,8 +131,13 @@ def _rules_of(call: str, function: Function) -> list[str]:
             f"{function.field}: {', '.join(unknown)} can't be enforced at the top of a schema in"
             " the tool call format of this model; describe the object with properties"
         )
-    properties: Mapping[str, Any] = root.get("properties", {})
-    required = set(root.get("required", ()))
+    given = {
+        name: {} if schema is True else schema
+        for name, schema in xml_values.properties_of(root).items()
+    }
+    properties = {name: schema for name, schema in given.items() if isinstance(schema, dict)}
+    names = root.get("required")
+    required = names if isinstance(names, list) else []
     for name in (function.name, *properties):
         if not re.fullmatch(r"[^>\n]+", name):
             raise InvalidRequest(

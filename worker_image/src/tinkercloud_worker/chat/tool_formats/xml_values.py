@@ -80,12 +80,39 @@ class Parameters:
 
     def _kinds_of(self, name: str) -> frozenset[str]:
         """Return the types of JSON that a parameter may have; none if the schema does not say."""
-        schema = self._top.get("properties", {}).get(name, self._top.get("additionalProperties"))
+        schema = properties_of(self._top).get(name, self._top.get("additionalProperties"))
         if not isinstance(schema, dict):
             return frozenset()
         if id(schema) not in self._kinds:
             self._kinds[id(schema)] = _kinds(schema, self._root)
         return self._kinds[id(schema)]
+
+
+def properties_of(schema: Schema) -> dict[str, Any]:
+    """Return the properties of an object; what is no JSON schema names none."""
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _branches_of(schema: Schema) -> list[Any] | None:
+    """Return the alternatives of a schema; None if it has none."""
+    given = (schema.get(key) for key in ("anyOf", "oneOf"))
+    return next((each for each in given if isinstance(each, list)), None)
+
+
+def _values_of(schema: Schema) -> list[Any] | None:
+    """Return the only values that a schema allows; None if it does not name them."""
+    values = schema.get("enum")
+    if isinstance(values, list):
+        return values
+    return [schema["const"]] if "const" in schema else None
+
+
+def _length(schema: Schema, key: str) -> int | None:
+    """Return a limit of a schema; None if it is no length."""
+    given = schema.get(key)
+    is_length = isinstance(given, int) and not isinstance(given, bool) and given >= 0
+    return given if is_length else None
 
 
 def rule_of(name: str, schema: Schema, root: Schema, field: str) -> str:
@@ -118,11 +145,11 @@ def rule_of(name: str, schema: Schema, root: Schema, field: str) -> str:
 
 def _string_form(schema: Schema) -> str:
     """Return the expression of a string."""
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = _values_of(schema)
     if values is not None:
         return " | ".join(literal(each) for each in values if isinstance(each, str)) or '""'
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return rf"(/(.|\n){{{least},{most}}}/ & {_NO_END})"
+    least, most = _length(schema, "minLength"), _length(schema, "maxLength")
+    return rf"(/(.|\n){{{least or 0},{'' if most is None else most}}}/ & {_NO_END})"
 
 
 def _strings_of(schema: Schema, root: Schema) -> list[Schema]:
@@ -181,15 +208,15 @@ def _alternatives(schema: Schema, root: Schema, *, opens_strings: bool = False) 
         size += 1 + len(found)
         if size > _MAX_ALTERNATIVES:
             raise _TooManyError
-        branches, own = found.get("anyOf", found.get("oneOf")), _own_kinds(found)
+        branches, own = _branches_of(found), _own_kinds(found)
         is_open = not own or (opens_strings and "string" in own)
-        if not isinstance(branches, list) or not is_open:
+        if branches is None or not is_open:
             yield found
             continue
         for branch in reversed(branches):
-            if not isinstance(branch, dict):
+            if branch is True:
                 yield {}
-            elif id(branch) not in seen:
+            elif isinstance(branch, dict) and id(branch) not in seen:
                 seen.add(id(branch))
                 waiting.append(branch)
 
@@ -210,12 +237,12 @@ def _own_kinds(schema: Schema) -> frozenset[str]:
         return frozenset({given})
     if isinstance(given, list):
         return frozenset(str(each) for each in given)
-    if "const" in schema or isinstance(schema.get("enum"), list):
-        values = schema["enum"] if "enum" in schema else [schema["const"]]
+    values = _values_of(schema)
+    if values is not None:
         types = set(map(type, values))
         return frozenset(_KIND_OF_TYPE.get(each, "number") for each in types)
-    if isinstance(schema.get("anyOf", schema.get("oneOf")), list):
+    if _branches_of(schema) is not None:
         return frozenset()
-    if "properties" in schema:
+    if isinstance(schema.get("properties"), dict):
         return frozenset({"object"})
-    return frozenset({"array"}) if "items" in schema else frozenset()
+    return frozenset({"array"}) if isinstance(schema.get("items"), dict | bool) else frozenset()
