@@ -2,7 +2,8 @@
 
 import json
 from contextlib import suppress
-from itertools import pairwise
+from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import orjson
@@ -107,6 +108,28 @@ CALLS = [
         [("look", "{}")],
     ),
 ]
+OPENED = "I use <tool_call> tags.\n"
+CALLS += [
+    (
+        QWEN_XML,
+        OPENED + in_xml("f", x="<tool_call>"),
+        OPENED.rstrip(),
+        [("f", '{"x": "<tool_call>"}')],
+    ),
+    (
+        MISTRAL_LIST,
+        'I use [TOOL_CALLS] now: [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]',
+        "I use [TOOL_CALLS] now:",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        MISTRAL_NAMED,
+        'I use [TOOL_CALLS] now: [TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]"}',
+        "I use [TOOL_CALLS] now:",
+        [("f", '{"a": "[TOOL_CALLS]"}')],
+    ),
+]
+"""Calls after marks that are mentioned."""
 IDS = [f"{number}-{case[1][:24]}" for number, case in enumerate(CALLS)]
 
 
@@ -181,15 +204,13 @@ def parts_of(template: str, pieces: list[str]) -> list[Part]:
     assert reader is not None
     parts = [part for piece in pieces for part in reader.add(piece)] + reader.finish()
     joined: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and joined and type(joined[-1]) is type(part):
-            joined[-1] = type(part)(str(joined[-1]) + part)
+    for is_call, group in groupby(parts, lambda part: isinstance(part, ToolCall) or type(part)):
+        if is_call is True:
+            joined += [replace(part, id="id") for part in group if isinstance(part, ToolCall)]
         else:
-            joined.append(part)
-    return [
-        ToolCall(part.name, part.arguments_json, "id") if isinstance(part, ToolCall) else part
-        for part in joined
-    ]
+            texts = [part for part in group if isinstance(part, str)]
+            joined.append(type(texts[0])("".join(texts)))
+    return joined
 
 
 @given(st.sampled_from([case[:2] for case in CALLS] + TEXTS), st.lists(st.integers(0, 300)))
@@ -452,6 +473,27 @@ def test_types_of_alternatives_in_xml_are_found_behind_references() -> None:
 
     assert isinstance(call, ToolCall)
     assert call.arguments_json == '{"a": 1}'
+
+
+MANY_MARKS = {
+    "quotes": (HERMES_TEMPLATE, '<tool_call>"</tool_call>' * 100_000),
+    "empty": (HERMES_TEMPLATE, "<tool_call></tool_call>" * 100_000),
+    "open": (HERMES_TEMPLATE, "<tool_call>x" * 100_000),
+    "one end": (HERMES_TEMPLATE, "<tool_call>x" * 100_000 + "</tool_call>"),
+    "objects": (HERMES_TEMPLATE, '<tool_call>{"a": [1, ' * 100_000),
+    "XML": (QWEN_XML, "<tool_call></tool_call>" * 100_000),
+    "open XML": (QWEN_XML, "<tool_call><function=f>" * 50_000),
+    "open functions": (QWEN_XML, "<tool_call>" + "<function=" * 400 + "</tool_call>" * 50_000),
+    "list": (MISTRAL_LIST, "[TOOL_CALLS]" * 100_000 + "[" * 50_000),
+    "names": (MISTRAL_NAMED, "[TOOL_CALLS]a" * 100_000),
+    "one name": (MISTRAL_NAMED, "[TOOL_CALLS]a" * 100_000 + "[ARGS]{5}"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("template", "said"), MANY_MARKS.values(), ids=MANY_MARKS)
+def test_many_marks_that_begin_no_call_are_read_without_delay(template: str, said: str) -> None:
+    assert parts_of(template, [said]) == [said]
 
 
 def test_long_calls_in_xml_are_searched_once_for_their_end() -> None:

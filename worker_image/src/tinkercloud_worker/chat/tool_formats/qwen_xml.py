@@ -34,10 +34,10 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|\Z))")
-_LAST_TAGS = re.compile(r"(?:</parameter>|<function=[^>\n]+>)\s*</function>\s*\Z")
-"""How the content of a call ends. Its values may have tags, too."""
+_FUNCTION_END, _LAST_PARAMETER_END = "</function>", "</parameter>"
+_LAST_TAG = re.compile(r"<function=[^>\n]+>")
 _LOOK_BACK = 4096
-"""Characters before an end tag in which `_LAST_TAGS` are."""
+"""Characters before an end tag that show whether it ends a call."""
 _ANY_PARAMETER = r'any_parameter: "<parameter=" KEY ">\n" STRING' + "\nKEY: /[^>\\n]+/"
 
 
@@ -67,7 +67,7 @@ class QwenXml(ToolFormat):
 
 
 class _CallEnd:
-    """Searches a growing text for the tag that ends a call: the first after `_LAST_TAGS`."""
+    """Searches a growing text for the tag that ends a call: the first after its last tags."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -76,11 +76,23 @@ class _CallEnd:
     def find(self, text: str) -> int | None:
         """Return where the tag that ends the call begins; None if it is not there yet."""
         while (end := text.find(_END, self._position)) >= 0:
-            if _LAST_TAGS.search(text[max(self._start, end - _LOOK_BACK) : end]):
+            if _is_whole(text[max(self._start, end - _LOOK_BACK) : end]):
                 return end
             self._position = end + len(_END)
         self._position = max(self._position, len(text) - len(_END) + 1)
         return None
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a text ends as the content of a call. Values of calls may have tags, too."""
+    text = text.rstrip()
+    if not text.endswith(_FUNCTION_END):
+        return False
+    text = text.removesuffix(_FUNCTION_END).rstrip()
+    if text.endswith(_LAST_PARAMETER_END):
+        return True
+    before = max(text.rfind(each, 0, -1) for each in ">\n")
+    return bool(text.endswith(">") and _LAST_TAG.search(text, before + 1))
 
 
 def _calls_in(tools: Mapping[str, xml_values.Parameters], text: str) -> list[ToolCall]:
