@@ -224,6 +224,44 @@ def test_an_answer_is_the_same_however_its_text_arrives(
     assert parts_of(template, pieces) == parts_of(template, [said])
 
 
+PIECES = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|message|>"),
+    *("<|start|>assistant", "<|channel|>final", "<|end|>", "<|call|>", COMMENTARY, FINAL),
+    *('{"name": "look", "arguments": {}}', "{", "}", "[", "]", '"', "\\", " ", "\n", "a", "look"),
+    *(in_xml("look", city="Bern"), "<function=look>", "</function>", "<|", "<tool", "[TOOL"),
+]
+
+
+@pytest.mark.parametrize(
+    "template", [HERMES_TEMPLATE, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML, HARMONY]
+)
+@given(
+    said=st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+)
+def test_odd_answers_are_the_same_however_their_text_arrives(
+    template: str, said: str, cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(cut % (len(said) + 1) for cut in cuts), len(said)]
+    pieces = [said[start:stop] for start, stop in pairwise(bounds)]
+
+    assert (
+        parts_of(template, pieces) == parts_of(template, list(said)) == parts_of(template, [said])
+    )
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "template", [HERMES_TEMPLATE, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML]
+)
+def test_white_space_is_held_without_delay(template: str) -> None:
+    # A reader that looks at all of it for each token takes minutes.
+    said = " \n" * 150_000
+
+    assert parts_of(template, list(said)) == [said]
+    assert parts_of(template, ["So", *said, "."]) == [f"So{said}."]
+
+
 VALUES = [
     ("city", "7", '"7"'),
     ("city", "null", '"null"'),

@@ -66,34 +66,45 @@ class _Reader:
 
     def __init__(self) -> None:
         self._held = ""
+        """Text that may be a part of a mark."""
+        self._spaces: list[str] = []
+        """White space before the held text. Calls that follow remove it."""
         self._has_shown = False
-        self._waits = False
-        """Whether all further text is held."""
+        self._waiting: list[str] | None = None
+        """All further text, if it may be calls."""
 
     def add(self, text: str) -> list[Part]:
         """Append text; return the parts that are certain."""
+        if self._waiting is not None:
+            self._waiting.append(text)
+            return []
         self._held += text
-        if self._waits:
-            return []
-        started = self._held.lstrip(SPACE)
-        if not self._has_shown and started.startswith("{"):
-            self._waits = True
-            return []
         tag = self._held.find(_TAG)
-        self._waits = tag >= 0
-        end = tag if self._waits else len(self._held) - suffix_length(self._held, _TAG)
-        return self._text(len(self._held[:end].rstrip(SPACE)))
+        begin = tag if tag >= 0 else len(self._held) - suffix_length(self._held, _TAG)
+        if not self._has_shown and self._held.lstrip(SPACE).startswith("{"):
+            tag = begin = len(self._held) - len(self._held.lstrip(SPACE))
+        parts = self._text(self._held[:begin])
+        self._held = self._held[begin:]
+        if tag >= 0:
+            self._waiting, self._held = [self._held], ""
+        return parts
 
     def finish(self) -> list[Part]:
         """Return the rest of the text, or the calls that it is."""
-        if self._waits and (calls := _calls_in(self._held.strip(SPACE).removeprefix(_TAG))):
+        waiting = "".join(self._waiting or [])
+        if calls := _calls_in(waiting.strip(SPACE).removeprefix(_TAG)):
             return list(calls)
-        return self._text(len(self._held))
+        rest = "".join([*self._spaces, waiting, self._held])
+        return [rest] if rest else []
 
-    def _text(self, length: int) -> list[Part]:
-        text, self._held = self._held[:length], self._held[length:]
-        self._has_shown = self._has_shown or bool(text)
-        return [text] if text else []
+    def _text(self, text: str) -> list[Part]:
+        """Return what is shown of a text; the white space at its end waits for what follows."""
+        content = text.rstrip(SPACE)
+        shown = "".join([*self._spaces, content]) if content else ""
+        if content:
+            self._has_shown, self._spaces = True, []
+        self._spaces.append(text[len(content) :])
+        return [shown] if shown else []
 
 
 def _calls_in(text: str) -> list[ToolCall]:
