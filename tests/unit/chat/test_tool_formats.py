@@ -64,6 +64,8 @@ EXACT = '{"city": "\\u00e9 [TOOL_CALLS]{\\"",  "days":12345678901234567890123, "
 CALLS = [
     (LLAMA, f'{{"name": "look", "parameters": {EXACT}}}', "", [("look", EXACT)]),
     (LLAMA, f'\n<|python_tag|>{{"name": "look", "parameters": {EXACT}}}', "", [("look", EXACT)]),
+    (LLAMA, '{"type": "function", "name": "look", "parameters": {}}', "", [("look", "{}")]),
+    (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}, "b": 1}', "", [("a", "{}")]),
     (
         LLAMA,
         'So: <|python_tag|>{"type": "function", "name": "a", "arguments": "{}"}; {"name": "b",'
@@ -142,7 +144,8 @@ def test_calls_of_each_family_are_what_the_model_wrote(
     tokens = ended(tokenizer, said)
 
     [choice] = openai_says(text, tokens, streams=streams, tools=[TOOL])
-    message = anthropic_says(text, tokens, streams=streams, tools=True)
+    offered = [{"name": "look", "input_schema": {"type": "object"}}]
+    message = anthropic_says(text, tokens, streams=streams, tools=offered)
 
     assert choice.calls == message.calls == calls
     assert choice.text == message.text == shown
@@ -157,6 +160,10 @@ TEXTS = [
     (LLAMA, '{"name": "look", "parameters": {"a": 1}, "arguments": {}}'),
     (LLAMA, '{"name": "look", "parameters": {"city": "Be'),
     (LLAMA, '<|python_tag|>brave_search.call(query="Bern")'),
+    (LLAMA, '{"name": "Ada", "parameters": {"a": 1}}'),
+    (LLAMA, '{"name": "look", "parameters": {}, "email": "ada@example.org"}'),
+    (LLAMA, '{"type": "tool", "name": "look", "parameters": {}}'),
+    (LLAMA, '{"name": "look", "parameters": {}}; {"name": "Ada", "parameters": {}}'),
     (LLAMA, "[1, 2] <|python_ta \n"),
     (MISTRAL_LIST, "[TOOL_CALLS] look"),
     (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "look", "arguments": 5}] so'),
