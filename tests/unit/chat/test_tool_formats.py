@@ -44,6 +44,7 @@ SCHEMA: dict[str, Any] = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 FUNCTIONS = [Function("look", SCHEMA, "tools.0")]
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
+FINAL_ONLY = FINAL.removeprefix("<|start|>assistant")
 COMMENTARY = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 
 
@@ -427,23 +428,31 @@ def test_tools_of_a_template_in_another_format_are_refused_with_the_known_ones()
         read_chat(body).ask(text)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         (HARMONY, "<|channel|>commentary to=functions.look" + " " * 50_000 + "<|message|>{}"),
         (HARMONY, "<|channel|>final" + " " * 50_000 + "!<|message|>{}"),
+        (HARMONY, "<|channel|>commentary to=" + "a" * 100_000 + " b c<|message|>"),
+        (HARMONY, "<|channel|>commentary to=" + "a" * 900 + " b c<|message|>"),
+        (HARMONY, "<|channel|>" * 100_000),
+        (HARMONY, "<|start|>" * 100_000),
+        (HARMONY, "<|channel|>final<|message|>" + "<|end|>" * 100_000),
         (MISTRAL_NAMED, "[TOOL_CALLS]" + "a" * 50_000 + " " * 50_000 + "{}"),
         (QWEN_XML, "<tool_call><function=look>" + "</parameter> \n" * 20_000 + "</function>"),
         (LLAMA, "{" + " " * 50_000 + '"name"' + " " * 50_000),
     ],
-    ids=["Harmony", "no channel", "Mistral", "Qwen", "Llama"],
+    ids=[
+        *("Harmony", "no channel", "long recipient", "recipient", "channels", "starts", "ends"),
+        *("Mistral", "Qwen", "Llama"),
+    ],
 )
 def test_odd_answers_are_read_without_delay(template: str, said: str) -> None:
     parts = parts_of(template, [said])
 
     assert len(parts) == 1
-    assert isinstance(parts[0], ToolCall) or parts[0] == said
+    assert isinstance(parts[0], ToolCall) or parts[0] == said.removeprefix(f"{FINAL_ONLY}<|end|>")
 
 
 @pytest.mark.timeout(60)

@@ -33,8 +33,12 @@ _FUNCTION = "functions."
 _HEADER = re.compile(
     r"(?:<\|start\|>\s*assistant)?(?:\s*to=(?P<first>[^\s<]+))?\s*"
     r"<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
-    r"(?:\s*to=(?P<second>[^\s<]+))?\s*(?:(?:<\|constrain\|>)?\s*\w+\s*)?<\|message\|>"
+    r"(?:\s*to=(?P<second>[^\s<]+))?(?:(?:\s*<\|constrain\|>\s*|\s+)\w+)?\s*<\|message\|>"
 )
+_MAX_HEADER = 1024
+"""Maximum length of a header, in characters; a longer one is text."""
+_PIECE = 4096
+"""Characters of an answer that are read at a time, since what was read is cut off."""
 _CALL_BEGIN = f"{_CHANNEL}commentary to={_FUNCTION}"
 _ANALYSIS = (
     r"ANALYSIS: (/(.|\n)*/ & ~/(.|\n)*<\|(start|channel|end|call|return)\|>(.|\n)*/) "
@@ -139,10 +143,11 @@ class _Reader:
 
     def add(self, text: str) -> list[Part]:
         """Append text; return the parts that are certain."""
-        self._held += text
         parts: list[Part] = []
-        while (taken := self._step()) is not None:
-            parts += taken
+        for start in range(0, len(text), _PIECE):
+            self._held += text[start : start + _PIECE]
+            while (taken := self._step()) is not None:
+                parts += taken
         return parts
 
     def finish(self) -> list[Part]:
@@ -170,10 +175,13 @@ class _Reader:
         return self._text(self._certain() if found is None else found.start(), str)
 
     def _read_header(self) -> list[Part] | None:
-        end = self._held.find(_MESSAGE)
-        next_start = self._held.find(_START, 1)
+        end = self._held.find(_MESSAGE, 0, _MAX_HEADER)
+        next_start = self._held.find(_START, 1, _MAX_HEADER)
         if end < 0 and next_start < 0:
-            return None
+            if len(self._held) < _MAX_HEADER:
+                return None
+            self._step = self._between
+            return self._text(1, str)
         if next_start >= 0 and (end < 0 or next_start < end):
             self._step = self._between
             return self._text(next_start, str)
