@@ -334,7 +334,36 @@ def test_reasoning_in_tags_is_apart_from_text_and_calls_on_request(streams: bool
 
     assert (apart.thought, apart.text) == (f"I could write {call}.", "")
     assert apart.calls == [("look", '{"city": "Bern"}')]
-    assert (text_first.thought, len(text_first.calls)) == ("", 2)
+    assert (text_first.thought, text_first.calls) == ("", apart.calls)
+    assert text_first.text == f"<think>I could write {call}.</think>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("template", [QWEN_XML, LLAMA, MISTRAL_NAMED, HERMES_TEMPLATE])
+def test_calls_that_reasoning_drafts_are_not_made(template: str, streams: bool) -> None:
+    text, tokenizer = a_text(template=template + "{#- <think></think> #}")
+    draft = {
+        QWEN_XML: in_xml("look", city="Bern"),
+        LLAMA: '<|python_tag|>{"name": "look", "parameters": {}}',
+        MISTRAL_NAMED: "[TOOL_CALLS]look[ARGS]{}",
+        HERMES_TEMPLATE: '<tool_call>{"name": "look"}</tool_call>',
+    }[template]
+    for said in (
+        f"<think>\nSo {draft}\n</think>\n\nNo. ",
+        f"<think>{draft}</think>",
+        f"<think>So {draft}",
+        "<think></think>\n",
+        "<think",
+    ):
+        [choice] = openai_says(text, ended(tokenizer, said), streams=streams, tools=[TOOL])
+        assert (choice.text, choice.thought, choice.calls) == (said, "", [])
+    [made] = openai_says(
+        text,
+        ended(tokenizer, f"<think>\nSo {draft}\n</think>\n\n{draft}"),
+        streams=streams,
+        tools=[TOOL],
+    )
+    assert (made.text, len(made.calls)) == (f"<think>\nSo {draft}\n</think>", 1)
 
 
 @pytest.mark.parametrize("template", [LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML, HARMONY])
