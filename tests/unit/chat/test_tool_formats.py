@@ -324,6 +324,17 @@ def test_channels_are_reasoning_and_content_with_and_without_tools(streams: bool
 
 
 @pytest.mark.parametrize("streams", [False, True])
+def test_arguments_with_an_open_quote_do_not_take_the_next_message(streams: bool) -> None:
+    text, tokenizer = model_of(HARMONY)
+    broken = f'{COMMENTARY}{{"city": "Bern<|end|>'
+    said = f"{broken}{FINAL}Yes.<|end|><|start|>assistant{COMMENTARY}{{}}"
+
+    [choice] = openai_says(text, ended(tokenizer, said), streams=streams, tools=[TOOL])
+
+    assert (choice.text, choice.calls) == (f"{broken}Yes.", [("look", "{}")])
+
+
+@pytest.mark.parametrize("streams", [False, True])
 def test_reasoning_in_tags_is_apart_from_text_and_calls_on_request(streams: bool) -> None:
     text, tokenizer = a_text(template=QWEN_XML + "{#- <think></think> #}")
     call = in_xml("look", city="Bern")
@@ -467,6 +478,9 @@ def test_tools_of_a_template_in_another_format_are_refused_with_the_known_ones()
         (HARMONY, "<|channel|>commentary to=" + "a" * 900 + " b c<|message|>"),
         (HARMONY, "<|channel|>" * 100_000),
         (HARMONY, "<|start|>" * 100_000),
+        (HARMONY, f'{COMMENTARY}"' + "<|channel|>" * 100_000),
+        (HARMONY, f'{COMMENTARY}"<|start|>' * 20_000),
+        (HARMONY, f"{COMMENTARY}{{<|call|>" * 20_000),
         (HARMONY, "<|channel|>final<|message|>" + "<|end|>" * 100_000),
         (MISTRAL_NAMED, "[TOOL_CALLS]" + "a" * 50_000 + " " * 50_000 + "{}"),
         (QWEN_XML, "<tool_call><function=look>" + "</parameter> \n" * 20_000 + "</function>"),
@@ -474,6 +488,7 @@ def test_tools_of_a_template_in_another_format_are_refused_with_the_known_ones()
     ],
     ids=[
         *("Harmony", "no channel", "long recipient", "recipient", "channels", "starts", "ends"),
+        *("open quote", "open quotes", "no objects"),
         *("Mistral", "Qwen", "Llama"),
     ],
 )
