@@ -118,16 +118,17 @@ def completion_says(
 
 
 def anthropic_says(
-    text: ChatText, said: Sequence[int], *, streams: bool, tools: bool = False, **fields: Any
+    text: ChatText, said: Sequence[int], *, streams: bool, tools: Any = False, **fields: Any
 ) -> Said:
-    """Return a message in which the model says these tokens."""
+    """Return a message in which the model says these tokens; see `openai_says`."""
     content: dict[str, Any] = {
         "model": "m",
         "max_tokens": 400,
         "messages": [{"role": "user", "content": "hi"}],
     }
     if tools:
-        content["tools"] = [{"name": "lookup", "input_schema": _TOOL["parameters"]}]
+        own = [{"name": "lookup", "input_schema": _TOOL["parameters"]}]
+        content["tools"] = own if tools is True else tools
     asked = anthropic_messages.read_messages(_body(content, fields, streams=streams)).ask(text)
     body = _answered(MessageAnswer(asked), asked, text, said)
     return _of_message_events(body) if streams else _of_message(body)

@@ -138,6 +138,12 @@ SPACED = [
     (f"Sure. \n{call('{}')}\n{call('{}')}\n", "Sure.", ("text", "tool_use", "tool_use")),
     (f"\n\n{call('{}')}", "", ("tool_use",)),
     (f"{call('{}')}\n\nDone. \n", "Done. \n", ("tool_use", "text")),
+    (f"I use <tool_call> tags.\n{call('{}')}", "I use <tool_call> tags.", ("text", "tool_use")),
+    (
+        f'"<tool_call> is a <tool_call>.{call("{}")}{call("{}")}',
+        '"<tool_call> is a <tool_call>.',
+        ("text", "tool_use", "tool_use"),
+    ),
     (f"a\n{tag('no')}\n{call('{}')} b", f"a\n{tag('no')}b", ("text", "tool_use", "text")),
 ]
 

@@ -1,7 +1,9 @@
 """Calls in the formats of several families: found by the template, and read as the model wrote."""
 
 import json
-from itertools import pairwise
+from contextlib import suppress
+from dataclasses import replace
+from itertools import groupby, pairwise
 from typing import Any
 
 import orjson
@@ -21,7 +23,7 @@ from tinkercloud_testing.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
-from tinkercloud_worker.chat.answer_rules import Function
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import Part, ToolCall
 from tinkercloud_worker.chat.text import ChatText
@@ -42,6 +44,7 @@ SCHEMA: dict[str, Any] = {
 TOOL = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
 FUNCTIONS = [Function("look", SCHEMA, "tools.0")]
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
+FINAL_ONLY = FINAL.removeprefix("<|start|>assistant")
 COMMENTARY = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
 
 
@@ -62,6 +65,8 @@ EXACT = '{"city": "\\u00e9 [TOOL_CALLS]{\\"",  "days":12345678901234567890123, "
 CALLS = [
     (LLAMA, f'{{"name": "look", "parameters": {EXACT}}}', "", [("look", EXACT)]),
     (LLAMA, f'\n<|python_tag|>{{"name": "look", "parameters": {EXACT}}}', "", [("look", EXACT)]),
+    (LLAMA, '{"type": "function", "name": "look", "parameters": {}}', "", [("look", "{}")]),
+    (LLAMA, '<|python_tag|>{"name": "a", "parameters": {}, "b": 1}', "", [("a", "{}")]),
     (
         LLAMA,
         'So: <|python_tag|>{"type": "function", "name": "a", "arguments": "{}"}; {"name": "b",'
@@ -106,6 +111,28 @@ CALLS = [
         [("look", "{}")],
     ),
 ]
+OPENED = "I use <tool_call> tags.\n"
+CALLS += [
+    (
+        QWEN_XML,
+        OPENED + in_xml("f", x="<tool_call>"),
+        OPENED.rstrip(),
+        [("f", '{"x": "<tool_call>"}')],
+    ),
+    (
+        MISTRAL_LIST,
+        'I use [TOOL_CALLS] now: [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]',
+        "I use [TOOL_CALLS] now:",
+        [("f", '{"a": 1}')],
+    ),
+    (
+        MISTRAL_NAMED,
+        'I use [TOOL_CALLS] now: [TOOL_CALLS]f[ARGS]{"a": "[TOOL_CALLS]"}',
+        "I use [TOOL_CALLS] now:",
+        [("f", '{"a": "[TOOL_CALLS]"}')],
+    ),
+]
+"""Calls after marks that are mentioned."""
 IDS = [f"{number}-{case[1][:24]}" for number, case in enumerate(CALLS)]
 
 
@@ -118,7 +145,8 @@ def test_calls_of_each_family_are_what_the_model_wrote(
     tokens = ended(tokenizer, said)
 
     [choice] = openai_says(text, tokens, streams=streams, tools=[TOOL])
-    message = anthropic_says(text, tokens, streams=streams, tools=True)
+    offered = [{"name": "look", "input_schema": {"type": "object"}}]
+    message = anthropic_says(text, tokens, streams=streams, tools=offered)
 
     assert choice.calls == message.calls == calls
     assert choice.text == message.text == shown
@@ -133,6 +161,10 @@ TEXTS = [
     (LLAMA, '{"name": "look", "parameters": {"a": 1}, "arguments": {}}'),
     (LLAMA, '{"name": "look", "parameters": {"city": "Be'),
     (LLAMA, '<|python_tag|>brave_search.call(query="Bern")'),
+    (LLAMA, '{"name": "Ada", "parameters": {"a": 1}}'),
+    (LLAMA, '{"name": "look", "parameters": {}, "email": "ada@example.org"}'),
+    (LLAMA, '{"type": "tool", "name": "look", "parameters": {}}'),
+    (LLAMA, '{"name": "look", "parameters": {}}; {"name": "Ada", "parameters": {}}'),
     (LLAMA, "[1, 2] <|python_ta \n"),
     (MISTRAL_LIST, "[TOOL_CALLS] look"),
     (MISTRAL_LIST, '[TOOL_CALLS] [{"name": "look", "arguments": 5}] so'),
@@ -180,15 +212,13 @@ def parts_of(template: str, pieces: list[str]) -> list[Part]:
     assert reader is not None
     parts = [part for piece in pieces for part in reader.add(piece)] + reader.finish()
     joined: list[Part] = []
-    for part in parts:
-        if isinstance(part, str) and joined and type(joined[-1]) is type(part):
-            joined[-1] = type(part)(str(joined[-1]) + part)
+    for is_call, group in groupby(parts, lambda part: isinstance(part, ToolCall) or type(part)):
+        if is_call is True:
+            joined += [replace(part, id="id") for part in group if isinstance(part, ToolCall)]
         else:
-            joined.append(part)
-    return [
-        ToolCall(part.name, part.arguments_json, "id") if isinstance(part, ToolCall) else part
-        for part in joined
-    ]
+            texts = [part for part in group if isinstance(part, str)]
+            joined.append(type(texts[0])("".join(texts)))
+    return joined
 
 
 @given(st.sampled_from([case[:2] for case in CALLS] + TEXTS), st.lists(st.integers(0, 300)))
@@ -200,6 +230,44 @@ def test_an_answer_is_the_same_however_its_text_arrives(
     pieces = [said[start:stop] for start, stop in pairwise(bounds)]
 
     assert parts_of(template, pieces) == parts_of(template, [said])
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|message|>"),
+    *("<|start|>assistant", "<|channel|>final", "<|end|>", "<|call|>", COMMENTARY, FINAL),
+    *('{"name": "look", "arguments": {}}', "{", "}", "[", "]", '"', "\\", " ", "\n", "a", "look"),
+    *(in_xml("look", city="Bern"), "<function=look>", "</function>", "<|", "<tool", "[TOOL"),
+]
+
+
+@pytest.mark.parametrize(
+    "template", [HERMES_TEMPLATE, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML, HARMONY]
+)
+@given(
+    said=st.lists(st.sampled_from(PIECES), max_size=12).map("".join),
+    cuts=st.lists(st.integers(0, 300), max_size=8),
+)
+def test_odd_answers_are_the_same_however_their_text_arrives(
+    template: str, said: str, cuts: list[int]
+) -> None:
+    bounds = [0, *sorted(cut % (len(said) + 1) for cut in cuts), len(said)]
+    pieces = [said[start:stop] for start, stop in pairwise(bounds)]
+
+    assert (
+        parts_of(template, pieces) == parts_of(template, list(said)) == parts_of(template, [said])
+    )
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "template", [HERMES_TEMPLATE, LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML]
+)
+def test_white_space_is_held_without_delay(template: str) -> None:
+    # A reader that looks at all of it for each token takes minutes.
+    said = " \n" * 150_000
+
+    assert parts_of(template, list(said)) == [said]
+    assert parts_of(template, ["So", *said, "."]) == [f"So{said}."]
 
 
 VALUES = [
@@ -256,6 +324,17 @@ def test_channels_are_reasoning_and_content_with_and_without_tools(streams: bool
 
 
 @pytest.mark.parametrize("streams", [False, True])
+def test_arguments_with_an_open_quote_do_not_take_the_next_message(streams: bool) -> None:
+    text, tokenizer = model_of(HARMONY)
+    broken = f'{COMMENTARY}{{"city": "Bern<|end|>'
+    said = f"{broken}{FINAL}Yes.<|end|><|start|>assistant{COMMENTARY}{{}}"
+
+    [choice] = openai_says(text, ended(tokenizer, said), streams=streams, tools=[TOOL])
+
+    assert (choice.text, choice.calls) == (f"{broken}Yes.", [("look", "{}")])
+
+
+@pytest.mark.parametrize("streams", [False, True])
 def test_reasoning_in_tags_is_apart_from_text_and_calls_on_request(streams: bool) -> None:
     text, tokenizer = a_text(template=QWEN_XML + "{#- <think></think> #}")
     call = in_xml("look", city="Bern")
@@ -266,7 +345,36 @@ def test_reasoning_in_tags_is_apart_from_text_and_calls_on_request(streams: bool
 
     assert (apart.thought, apart.text) == (f"I could write {call}.", "")
     assert apart.calls == [("look", '{"city": "Bern"}')]
-    assert (text_first.thought, len(text_first.calls)) == ("", 2)
+    assert (text_first.thought, text_first.calls) == ("", apart.calls)
+    assert text_first.text == f"<think>I could write {call}.</think>"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("template", [QWEN_XML, LLAMA, MISTRAL_NAMED, HERMES_TEMPLATE])
+def test_calls_that_reasoning_drafts_are_not_made(template: str, streams: bool) -> None:
+    text, tokenizer = a_text(template=template + "{#- <think></think> #}")
+    draft = {
+        QWEN_XML: in_xml("look", city="Bern"),
+        LLAMA: '<|python_tag|>{"name": "look", "parameters": {}}',
+        MISTRAL_NAMED: "[TOOL_CALLS]look[ARGS]{}",
+        HERMES_TEMPLATE: '<tool_call>{"name": "look"}</tool_call>',
+    }[template]
+    for said in (
+        f"<think>\nSo {draft}\n</think>\n\nNo. ",
+        f"<think>{draft}</think>",
+        f"<think>So {draft}",
+        "<think></think>\n",
+        "<think",
+    ):
+        [choice] = openai_says(text, ended(tokenizer, said), streams=streams, tools=[TOOL])
+        assert (choice.text, choice.thought, choice.calls) == (said, "", [])
+    [made] = openai_says(
+        text,
+        ended(tokenizer, f"<think>\nSo {draft}\n</think>\n\n{draft}"),
+        streams=streams,
+        tools=[TOOL],
+    )
+    assert (made.text, len(made.calls)) == (f"<think>\nSo {draft}\n</think>", 1)
 
 
 @pytest.mark.parametrize("template", [LLAMA, MISTRAL_LIST, MISTRAL_NAMED, QWEN_XML, HARMONY])
@@ -360,23 +468,130 @@ def test_tools_of_a_template_in_another_format_are_refused_with_the_known_ones()
         read_chat(body).ask(text)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("template", "said"),
     [
         (HARMONY, "<|channel|>commentary to=functions.look" + " " * 50_000 + "<|message|>{}"),
         (HARMONY, "<|channel|>final" + " " * 50_000 + "!<|message|>{}"),
+        (HARMONY, "<|channel|>commentary to=" + "a" * 100_000 + " b c<|message|>"),
+        (HARMONY, "<|channel|>commentary to=" + "a" * 900 + " b c<|message|>"),
+        (HARMONY, "<|channel|>" * 100_000),
+        (HARMONY, "<|start|>" * 100_000),
+        (HARMONY, f'{COMMENTARY}"' + "<|channel|>" * 100_000),
+        (HARMONY, f'{COMMENTARY}"<|start|>' * 20_000),
+        (HARMONY, f"{COMMENTARY}{{<|call|>" * 20_000),
+        (HARMONY, "<|channel|>final<|message|>" + "<|end|>" * 100_000),
         (MISTRAL_NAMED, "[TOOL_CALLS]" + "a" * 50_000 + " " * 50_000 + "{}"),
         (QWEN_XML, "<tool_call><function=look>" + "</parameter> \n" * 20_000 + "</function>"),
         (LLAMA, "{" + " " * 50_000 + '"name"' + " " * 50_000),
     ],
-    ids=["Harmony", "no channel", "Mistral", "Qwen", "Llama"],
+    ids=[
+        *("Harmony", "no channel", "long recipient", "recipient", "channels", "starts", "ends"),
+        *("open quote", "open quotes", "no objects"),
+        *("Mistral", "Qwen", "Llama"),
+    ],
 )
 def test_odd_answers_are_read_without_delay(template: str, said: str) -> None:
     parts = parts_of(template, [said])
 
     assert len(parts) == 1
-    assert isinstance(parts[0], ToolCall) or parts[0] == said
+    assert isinstance(parts[0], ToolCall) or parts[0] == said.removeprefix(f"{FINAL_ONLY}<|end|>")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["anyOf", "oneOf"])
+def test_schemas_that_refer_to_themselves_are_read_without_delay(kind: str) -> None:
+    to_itself = {"$ref": "#/$defs/a"}
+    many = {kind: [{"$ref": f"#/$defs/{n}"} for n in range(60)] * 2}
+    schema = {
+        "properties": {"a": to_itself, "b": {"$ref": "#/$defs/0"}},
+        "$defs": {"a": {kind: [to_itself, dict(to_itself)]}, **{str(n): many for n in range(60)}},
+    }
+    known = format_of(QWEN_XML)
+    assert known is not None
+    reader = known.reader([Function("f", schema, "tools.0")])
+    assert reader is not None
+
+    [call] = [*reader.add(in_xml("f", a="1", b="2")), *reader.finish()]
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": "1", "b": "2"}'
+    with pytest.raises(InvalidRequest, match=r"tools\.0\.a: the schema has no alternatives"):
+        known.source(AnswerRule(functions=[Function("f", schema, "tools.0")]), Reasoning.NONE)
+
+
+ODD_SCHEMAS: list[dict[str, Any]] = [
+    {"properties": None},
+    {"properties": []},
+    {"properties": {"a": True}, "required": None},
+    {"properties": {"a": False}, "required": 5},
+    {"properties": {"a": {}}, "required": [{}, ["a"]]},
+    {"properties": {"a": None}, "additionalProperties": 7},
+    {"properties": {"a": {"anyOf": [True, None, 5]}}},
+    {"properties": {"a": {"anyOf": None, "oneOf": {"type": "string"}}}},
+    {"properties": {"a": {"enum": 5}}},
+    {"properties": {"a": {"type": "string", "enum": None, "const": "1"}}},
+    {"properties": {"a": {"type": "string", "minLength": "x", "maxLength": -1}}},
+    {"properties": {"a": {"type": "string", "minLength": 1.5, "maxLength": True}}},
+    {"properties": {"a": {"type": {}, "items": 3, "properties": 3}}},
+    {"properties": {"a": {"$ref": 5, "allOf": [None]}}, "allOf": 3, "$defs": None},
+    {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": []},
+]
+"""What no JSON schema is, or none that says anything."""
+
+
+@pytest.mark.parametrize("schema", ODD_SCHEMAS, ids=repr)
+def test_odd_schemas_in_xml_mean_what_can_be_read_of_them(schema: dict[str, Any]) -> None:
+    known = format_of(QWEN_XML)
+    assert known is not None
+    function = Function("f", schema, "tools.0")
+    reader = known.reader([function])
+    assert reader is not None
+
+    [call] = reader.add(in_xml("f", a="1"))
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": "1"}'
+    with suppress(InvalidRequest):
+        known.source(AnswerRule(functions=[function]), Reasoning.NONE)
+
+
+def test_types_of_alternatives_in_xml_are_found_behind_references() -> None:
+    schema = {
+        "properties": {"a": {"$ref": "#/$defs/a"}},
+        "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "integer"}, {"items": {}}]}},
+    }
+    known = format_of(QWEN_XML)
+    assert known is not None
+    reader = known.reader([Function("f", schema, "tools.0")])
+    assert reader is not None
+
+    [call] = reader.add(in_xml("f", a="1"))
+
+    assert isinstance(call, ToolCall)
+    assert call.arguments_json == '{"a": 1}'
+
+
+MANY_MARKS = {
+    "quotes": (HERMES_TEMPLATE, '<tool_call>"</tool_call>' * 100_000),
+    "empty": (HERMES_TEMPLATE, "<tool_call></tool_call>" * 100_000),
+    "open": (HERMES_TEMPLATE, "<tool_call>x" * 100_000),
+    "one end": (HERMES_TEMPLATE, "<tool_call>x" * 100_000 + "</tool_call>"),
+    "objects": (HERMES_TEMPLATE, '<tool_call>{"a": [1, ' * 100_000),
+    "XML": (QWEN_XML, "<tool_call></tool_call>" * 100_000),
+    "open XML": (QWEN_XML, "<tool_call><function=f>" * 50_000),
+    "open functions": (QWEN_XML, "<tool_call>" + "<function=" * 400 + "</tool_call>" * 50_000),
+    "list": (MISTRAL_LIST, "[TOOL_CALLS]" * 100_000 + "[" * 50_000),
+    "names": (MISTRAL_NAMED, "[TOOL_CALLS]a" * 100_000),
+    "one name": (MISTRAL_NAMED, "[TOOL_CALLS]a" * 100_000 + "[ARGS]{5}"),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(("template", "said"), MANY_MARKS.values(), ids=MANY_MARKS)
+def test_many_marks_that_begin_no_call_are_read_without_delay(template: str, said: str) -> None:
+    assert parts_of(template, [said]) == [said]
 
 
 def test_long_calls_in_xml_are_searched_once_for_their_end() -> None:

@@ -20,11 +20,13 @@ from tinkercloud_testing.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
+from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.conversation import Asked
 from tinkercloud_worker.chat.grammars import Grammars
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.text import ChatText
+from tinkercloud_worker.chat.tool_formats.known import format_of
 from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar
 
 # New grammars are tried in processes of their own.
@@ -199,10 +201,19 @@ def test_what_xml_can_not_express_is_refused_by_its_field(
         asked_of(QWEN_XML, tools=tools, tool_choice="required")
 
 
-@pytest.mark.parametrize("template", [MISTRAL_NAMED, HARMONY])
-def test_names_that_the_format_can_not_express_are_refused(template: str) -> None:
-    with pytest.raises(InvalidRequest, match=r"^tools\.0.*no place for the name 'a b'"):
-        asked_of(template, tools=[a_tool("a b", NOTHING)], tool_choice="required")
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [(MISTRAL_NAMED, "a b"), (MISTRAL_NAMED, " a"), (MISTRAL_NAMED, "a[ARGS]"), (HARMONY, "a b")],
+)
+def test_names_that_the_format_can_not_express_are_refused(template: str, name: str) -> None:
+    function = Function(name, NOTHING, "tools.0")
+    known = format_of(template)
+    assert known is not None
+
+    with pytest.raises(InvalidRequest, match=r"^tools\.0.*no place for the name") as refused:
+        known.source(AnswerRule(functions=[function]), Reasoning.NONE)
+
+    assert repr(name) in refused.value.message
 
 
 def test_parameters_that_the_schema_does_not_name_are_free_in_xml() -> None:

@@ -68,10 +68,15 @@ class Asked:
         return None if self.offered is None else text.reader(self.offered)
 
     def thoughts(self, text: ChatText, prompt: Sequence[int]) -> ThoughtSplitter | None:
-        """Return what separates the reasoning of an answer to a prompt; None if it is text."""
+        """Return what separates the reasoning of an answer to a prompt; None if it is text.
+
+        Reasoning before calls is separated even if it is text: calls that it drafts are not made.
+        """
         is_json = self.rule is not None and self.rule.json_schema is not None
         is_apart = is_json or self.separates_reasoning
-        return ThoughtSplitter(text.reasoning_after(prompt)) if is_apart else None
+        if not is_apart and not self.offered:
+            return None
+        return ThoughtSplitter(text.reasoning_after(prompt), is_text=not is_apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,8 @@ class Choice:
         return [each for part in texts for each in self._with_calls(part)]
 
     def _with_calls(self, text: str) -> list[Part]:
+        if isinstance(text, Thought) and self.thoughts is not None and self.thoughts.is_text:
+            return [str(text)]
         if self.reader is None or isinstance(text, Thought) or not text:
             return [text] if text else []
         return self._marked(self.reader.add(text))

@@ -1,4 +1,7 @@
-"""Separates the reasoning before an answer: for JSON, which clients parse, and on request."""
+"""Separates the reasoning before an answer: for JSON, which clients parse, and on request.
+
+Before calls it is separated, too, since models draft them there; then it becomes text again.
+"""
 
 from tinkercloud_worker.chat.answer_rules import THINK, THINK_END, Reasoning
 from tinkercloud_worker.chat.parts import Thought, suffix_length
@@ -7,12 +10,14 @@ from tinkercloud_worker.chat.parts import Thought, suffix_length
 class ThoughtSplitter:
     """Splits a growing text into reasoning and what follows it."""
 
-    def __init__(self, reasoning: Reasoning) -> None:
+    def __init__(self, reasoning: Reasoning, *, is_text: bool = False) -> None:
         """Start before the first token.
 
         Args:
             reasoning: whether the text begins with reasoning, or within it.
+            is_text: whether reasoning keeps its tags, and what follows its white space.
         """
+        self.is_text = is_text
         self._held = ""
         """Text that may be a part of a tag."""
         self._tag = {Reasoning.POSSIBLE: THINK, Reasoning.OPEN: THINK_END}.get(reasoning)
@@ -27,14 +32,17 @@ class ThoughtSplitter:
             if THINK.startswith(self._held) and self._held != THINK:
                 return []
             is_thought = self._held.startswith(THINK)
-            self._held = self._held.removeprefix(THINK)
+            if not self.is_text:
+                self._held = self._held.removeprefix(THINK)
             self._tag = THINK_END if is_thought else None
         if self._tag == THINK_END:
             thought, tag, rest = self._held.partition(THINK_END)
             if not tag:
                 certain = len(thought) - suffix_length(thought, THINK_END)
                 return self._taken(certain)
-            self._held, self._tag, self._follows = rest, None, True
+            if self.is_text:
+                thought += tag
+            self._held, self._tag, self._follows = rest, None, not self.is_text
             return [*([Thought(thought)] if thought else []), *self.add("")]
         if self._follows:
             self._held = self._held.lstrip()

@@ -33,8 +33,12 @@ _FUNCTION = "functions."
 _HEADER = re.compile(
     r"(?:<\|start\|>\s*assistant)?(?:\s*to=(?P<first>[^\s<]+))?\s*"
     r"<\|channel\|>\s*(?P<channel>analysis|commentary|final)"
-    r"(?:\s*to=(?P<second>[^\s<]+))?\s*(?:(?:<\|constrain\|>)?\s*\w+\s*)?<\|message\|>"
+    r"(?:\s*to=(?P<second>[^\s<]+))?(?:(?:\s*<\|constrain\|>\s*|\s+)\w+)?\s*<\|message\|>"
 )
+_MAX_HEADER = 1024
+"""Maximum length of a header, in characters; a longer one is text."""
+_PIECE = 4096
+"""Characters of an answer that are read at a time, since what was read is cut off."""
 _CALL_BEGIN = f"{_CHANNEL}commentary to={_FUNCTION}"
 _ANALYSIS = (
     r"ANALYSIS: (/(.|\n)*/ & ~/(.|\n)*<\|(start|channel|end|call|return)\|>(.|\n)*/) "
@@ -128,6 +132,8 @@ class _Reader:
         self._calls = calls
         self._held = ""
         """Text that is not certain."""
+        self._unread = ""
+        """Text after the held one."""
         self._step: Callable[[], list[Part] | None] = self._first
         """Takes the next parts from the held text; None if more text is needed."""
         self._header = ""
@@ -139,16 +145,36 @@ class _Reader:
 
     def add(self, text: str) -> list[Part]:
         """Append text; return the parts that are certain."""
-        self._held += text
+        self._unread = text
         parts: list[Part] = []
-        while (taken := self._step()) is not None:
-            parts += taken
+        position = 0
+        while position < len(self._unread):
+            self._held += self._unread[position : position + _PIECE]
+            position += _PIECE
+            while (taken := self._step()) is not None:
+                parts += taken
+                if len(self._held) > 2 * _PIECE and self._step != self._arguments:
+                    self._unread = self._held + self._unread[position:]
+                    self._held, position = "", 0
+                    break
         return parts
 
     def finish(self) -> list[Part]:
         """Return the rest of the text, or the call that it is."""
-        if self._step == self._arguments and (calls := self._calls_of(self._held)):
-            return calls
+        parts: list[Part] = []
+        while self._step == self._arguments:
+            if calls := self._calls_of(self._held):
+                return [*parts, *calls]
+            parts += self._not_called(len(self._held))
+            parts += self.add(self._taken_back())
+        return [*parts, *self._rest()]
+
+    def _taken_back(self) -> str:
+        """Remove the held text, and return it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _rest(self) -> list[Part]:
         raw, self._header = self._header + self._held, ""
         kind = self._shown if self._step == self._body else str
         return [kind(raw)] if raw else []
@@ -170,10 +196,13 @@ class _Reader:
         return self._text(self._certain() if found is None else found.start(), str)
 
     def _read_header(self) -> list[Part] | None:
-        end = self._held.find(_MESSAGE)
-        next_start = self._held.find(_START, 1)
+        end = self._held.find(_MESSAGE, 0, _MAX_HEADER)
+        next_start = self._held.find(_START, 1, _MAX_HEADER)
         if end < 0 and next_start < 0:
-            return None
+            if len(self._held) < _MAX_HEADER:
+                return None
+            self._step = self._between
+            return self._text(1, str)
         if next_start >= 0 and (end < 0 or next_start < end):
             self._step = self._between
             return self._text(next_start, str)
@@ -207,10 +236,24 @@ class _Reader:
         end = self._end.find(self._held)
         if end is None:
             return None
-        body, after = self._held[:end], end + len(self._message_end(end))
+        calls = self._calls_of(self._held[:end])
+        if not calls:
+            return self._not_called(end)
+        self._held, self._header = self._held[end + len(self._message_end(end)) :], ""
+        self._step = self._between
+        return calls
+
+    def _not_called(self, end: int) -> list[Part]:
+        """Return a message that is no call as it was written.
+
+        It ends with the first mark: quotes may have hidden it.
+        """
+        found = _BODY_END.search(self._held, 0, end)
+        end = found.start() if found else end
+        after = end + len(self._message_end(end))
         raw, self._header = self._header + self._held[:after], ""
         self._held, self._step = self._held[after:], self._between
-        return self._calls_of(body) or [raw]
+        return [raw]
 
     def _calls_of(self, body: str) -> list[Part]:
         return [*self._calls(self._name, body)] if self._name else []

@@ -3,17 +3,19 @@
 {"name": "f", "parameters": {...}}
 
 It may follow `<|python_tag|>`, and several calls follow one another, with or without `;`. Without
-a mark of its own, a call must have its arguments: other JSON is an answer.
+the mark, a call must be of an offered tool, and have its arguments and no members of its own: other
+JSON is an answer.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import (
     ARGUMENTS,
     SPACE,
+    Members,
     call_in,
     members_at,
     skip,
@@ -37,7 +39,7 @@ class Llama(ToolFormat):
 
     def reader(self, offered: Sequence[Function]) -> CallReader | None:
         """Return a reader; see `ToolFormat`."""
-        return _Reader() if offered else None
+        return _Reader({function.name for function in offered}) if offered else None
 
     def source(self, rule: AnswerRule, reasoning: Reasoning) -> str:
         """Return the grammar of a rule; see `ToolFormat`. Its templates have one call a turn."""
@@ -64,40 +66,59 @@ class Llama(ToolFormat):
 class _Reader:
     """See `CallReader`. Whether an answer in JSON is a call, its end says."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        """Those of the offered tools."""
         self._held = ""
+        """Text that may be a part of a mark."""
+        self._spaces: list[str] = []
+        """White space before the held text. Calls that follow remove it."""
         self._has_shown = False
-        self._waits = False
-        """Whether all further text is held."""
+        self._waiting: list[str] | None = None
+        """All further text, if it may be calls."""
 
     def add(self, text: str) -> list[Part]:
         """Append text; return the parts that are certain."""
+        if self._waiting is not None:
+            self._waiting.append(text)
+            return []
         self._held += text
-        if self._waits:
-            return []
-        started = self._held.lstrip(SPACE)
-        if not self._has_shown and started.startswith("{"):
-            self._waits = True
-            return []
         tag = self._held.find(_TAG)
-        self._waits = tag >= 0
-        end = tag if self._waits else len(self._held) - suffix_length(self._held, _TAG)
-        return self._text(len(self._held[:end].rstrip(SPACE)))
+        begin = tag if tag >= 0 else len(self._held) - suffix_length(self._held, _TAG)
+        if not self._has_shown and self._held.lstrip(SPACE).startswith("{"):
+            tag = begin = len(self._held) - len(self._held.lstrip(SPACE))
+        parts = self._text(self._held[:begin])
+        self._held = self._held[begin:]
+        if tag >= 0:
+            self._waiting, self._held = [self._held], ""
+        return parts
 
     def finish(self) -> list[Part]:
         """Return the rest of the text, or the calls that it is."""
-        if self._waits and (calls := _calls_in(self._held.strip(SPACE).removeprefix(_TAG))):
+        waiting = "".join(self._waiting or [])
+        is_marked = waiting.startswith(_TAG)
+        if calls := _calls_in(waiting.removeprefix(_TAG), None if is_marked else self._names):
             return list(calls)
-        return self._text(len(self._held))
+        rest = "".join([*self._spaces, waiting, self._held])
+        return [rest] if rest else []
 
-    def _text(self, length: int) -> list[Part]:
-        text, self._held = self._held[:length], self._held[length:]
-        self._has_shown = self._has_shown or bool(text)
-        return [text] if text else []
+    def _text(self, text: str) -> list[Part]:
+        """Return what is shown of a text; the white space at its end waits for what follows."""
+        content = text.rstrip(SPACE)
+        shown = "".join([*self._spaces, content]) if content else ""
+        if content:
+            self._has_shown, self._spaces = True, []
+        self._spaces.append(text[len(content) :])
+        return [shown] if shown else []
 
 
-def _calls_in(text: str) -> list[ToolCall]:
-    """Return the calls that a text consists of; none if a part of it is something else."""
+def _calls_in(text: str, names: Collection[str] | None) -> list[ToolCall]:
+    """Return the calls that a text consists of; none if a part of it is something else.
+
+    Args:
+        text: the text.
+        names: the tools that it may call; None for any, and for objects with further members.
+    """
     calls = []
     position = skip(text, 0)
     try:
@@ -106,9 +127,19 @@ def _calls_in(text: str) -> list[ToolCall]:
             if not any(name in ARGUMENTS for name, _ in members):
                 return []
             calls.append(call_in(members))
+            if names is not None and not (calls[-1].name in names and _is_plain(members)):
+                return []
             position = skip(text, position)
             if text.startswith(";", position):
                 position = skip(text, position + 1)
     except (ValueError, RecursionError):
         return []
     return calls
+
+
+def _is_plain(members: Members) -> bool:
+    """Return whether an object has nothing but a call, of which models also write the type."""
+    return all(
+        name in {"name", *ARGUMENTS} or (name, value) == ("type", '"function"')
+        for name, value in members
+    )

@@ -9,6 +9,11 @@ from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE
 from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
 
+_READ_AGAIN = 1 << 20
+"""Maximum number of characters of an answer that are read for a mark and then for later ones.
+
+Then text between a mark and its end is not searched for another mark.
+"""
 _AFTER_THINKING = r"AFTER_THINKING: /[ \n]{0,8}/"
 
 
@@ -34,65 +39,91 @@ class Marking:
 
 
 class MarkedReader:
-    """See `CallReader`. White space around calls belongs to the format."""
+    """See `CallReader`. White space around calls belongs to the format.
+
+    A mark whose content is no call is text, up to the next mark within this content, if there is
+    one: models write of marks, too.
+    """
 
     def __init__(self, marking: Marking) -> None:
         """Start before the first text."""
         self._marking = marking
         self._held = ""
-        """Text that is not certain: white space, then a part of a mark or of a call."""
+        """Text that is not certain: a part of a mark, or a mark and what follows."""
+        self._spaces: list[str] = []
+        """White space before the held text. A call that follows removes it."""
         self._start = 0
         """Where the content after the held mark begins."""
         self._end: EndSearch | None = None
         """The search for the end of the call whose mark the held text has; None if it has none."""
         self._follows_call = False
+        self._room = _READ_AGAIN
+        """Characters that may be read once more."""
 
     def add(self, text: str) -> list[Part]:
         """Append text; return the parts that are certain."""
         self._held += text
-        begin = self._marking.begin
-        parts: list[Part] = []
-        while self._end is not None or begin in self._held:
-            if self._end is None:
-                parts += self._before(self._held.index(begin))
-                self._start = self._held.index(begin) + len(begin)
-                self._end = self._marking.search(self._start)
-            end = self._end.find(self._held)
-            if end is None:
-                return parts
-            parts += self._taken(end)
-        return parts + self._before(len(self._held) - suffix_length(self._held, begin))
+        return self._read(is_last=False)
 
     def finish(self) -> list[Part]:
         """Return the rest of the text; a call that was not closed is one if it is complete."""
+        parts = self._read(is_last=True)
+        spaces = "".join(self._spaces)
+        return [*parts, spaces] if spaces else parts
+
+    def _read(self, *, is_last: bool) -> list[Part]:
+        """Return the parts of the held text that are certain, and remove them."""
+        held, begin = self._held, self._marking.begin
         parts: list[Part] = []
-        while self._end is not None:
-            parts += self._taken(len(self._held))
-            parts += self.add("")
-        return parts + self._text(len(self._held))
+        position = 0
+        while self._end is not None or (mark := held.find(begin, position)) >= 0:
+            if self._end is None:
+                parts += self._text(held[position:mark])
+                position, self._start = mark, mark + len(begin)
+                self._end = self._marking.search(self._start)
+            end = self._end.find(held)
+            if end is None and not is_last:
+                self._cut(position)
+                return parts
+            self._end = None
+            stop = len(held) if end is None else end
+            content, after = held[self._start : stop], stop + len(self._marking.end)
+            if calls := self._marking.calls_in(content):
+                parts += calls
+                self._spaces, self._follows_call = [], True
+                position = after
+                continue
+            next_mark = held.find(begin, self._start, after) if self._room > 0 else -1
+            if next_mark >= 0:
+                self._room -= len(content)
+                after = next_mark
+            parts += self._text(held[position:after])
+            position = after
+        last = held[max(position, len(held) - len(begin)) :]
+        certain = len(held) if is_last else len(held) - suffix_length(last, begin)
+        parts += self._text(held[position:certain])
+        self._held = held[certain:]
+        return parts
 
-    def _taken(self, end: int) -> list[Part]:
-        """Remove the held mark, whose content ends there, and return its calls or its text."""
-        self._end = None
-        if calls := self._marking.calls_in(self._held[self._start : end]):
-            self._held = self._held[end + len(self._marking.end) :]
-            self._follows_call = True
-            return list(calls)
-        # The end may have been taken for a part of a string that was never closed.
-        first_end = self._held.find(self._marking.end, self._start) if self._marking.end else end
-        return self._text(len(self._held) if first_end < 0 else first_end + len(self._marking.end))
+    def _cut(self, position: int) -> None:
+        """Remove the text before the held mark, whose end was not found."""
+        if position:
+            self._held = self._held[position:]
+            self._start -= position
+            # It reads what is left of the last text once more.
+            self._end = self._marking.search(self._start)
 
-    def _before(self, length: int) -> list[Part]:
-        """Remove text from the beginning of the held text, but for the white space at its end."""
-        return self._text(len(self._held[:length].rstrip(SPACE)))
-
-    def _text(self, length: int) -> list[Part]:
-        """Remove text from the beginning of the held text; return what is shown of it."""
-        text, self._held = self._held[:length], self._held[length:]
-        if self._follows_call:
-            text = text.lstrip(SPACE)
-            self._follows_call = not text
-        return [text] if text else []
+    def _text(self, text: str) -> list[Part]:
+        """Return what is shown of a text; the white space at its end waits for what follows."""
+        content = text.rstrip(SPACE)
+        shown = content
+        if content:
+            before = "".join(self._spaces)
+            shown = content.lstrip(SPACE) if self._follows_call else before + content
+            self._spaces, self._follows_call = [], False
+        if len(content) < len(text) and not self._follows_call:
+            self._spaces.append(text[len(content) :])
+        return [shown] if shown else []
 
 
 @dataclass(frozen=True, slots=True)

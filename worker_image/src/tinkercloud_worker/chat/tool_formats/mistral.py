@@ -115,7 +115,7 @@ class MistralNamed(_Mistral):
     def _form(self, rule: AnswerRule) -> MarkedForm:
         rules = []
         for number, function in enumerate(rule.functions):
-            if not _NAMED.fullmatch(function.name + "{"):
+            if not re.fullmatch(r"[^\s\[{]+", function.name):
                 raise InvalidRequest(
                     f"{function.field}: the tool call format of this model has no place for the"
                     f" name {function.name!r}; send a name without spaces, '[' and '{{'"

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
@@ -35,10 +34,10 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _PARAMETER_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|\Z))")
-_LAST_TAGS = re.compile(r"(?:</parameter>|<function=[^>\n]+>)\s*</function>\s*\Z")
-"""How the content of a call ends. Its values may have tags, too."""
+_FUNCTION_END, _LAST_PARAMETER_END = "</function>", "</parameter>"
+_LAST_TAG = re.compile(r"<function=[^>\n]+>")
 _LOOK_BACK = 4096
-"""Characters before an end tag in which `_LAST_TAGS` are."""
+"""Characters before an end tag that show whether it ends a call."""
 _ANY_PARAMETER = r'any_parameter: "<parameter=" KEY ">\n" STRING' + "\nKEY: /[^>\\n]+/"
 
 
@@ -54,8 +53,8 @@ class QwenXml(ToolFormat):
 
     def reader(self, offered: Sequence[Function]) -> CallReader | None:
         """Return a reader; see `ToolFormat`."""
-        schemas = {function.name: function.schema for function in offered}
-        marking = Marking(_BEGIN, _END, _CallEnd, partial(_calls_in, schemas))
+        tools = {each.name: xml_values.Parameters(each.schema) for each in offered}
+        marking = Marking(_BEGIN, _END, _CallEnd, partial(_calls_in, tools))
         return MarkedReader(marking) if offered else None
 
     def source(self, rule: AnswerRule, reasoning: Reasoning) -> str:
@@ -68,7 +67,7 @@ class QwenXml(ToolFormat):
 
 
 class _CallEnd:
-    """Searches a growing text for the tag that ends a call: the first after `_LAST_TAGS`."""
+    """Searches a growing text for the tag that ends a call: the first after its last tags."""
 
     def __init__(self, start: int) -> None:
         self._start = start
@@ -77,24 +76,36 @@ class _CallEnd:
     def find(self, text: str) -> int | None:
         """Return where the tag that ends the call begins; None if it is not there yet."""
         while (end := text.find(_END, self._position)) >= 0:
-            if _LAST_TAGS.search(text[max(self._start, end - _LOOK_BACK) : end]):
+            if _is_whole(text[max(self._start, end - _LOOK_BACK) : end]):
                 return end
             self._position = end + len(_END)
         self._position = max(self._position, len(text) - len(_END) + 1)
         return None
 
 
-def _calls_in(schemas: Mapping[str, Mapping[str, Any]], text: str) -> list[ToolCall]:
+def _is_whole(text: str) -> bool:
+    """Return whether a text ends as the content of a call. Values of calls may have tags, too."""
+    text = text.rstrip()
+    if not text.endswith(_FUNCTION_END):
+        return False
+    text = text.removesuffix(_FUNCTION_END).rstrip()
+    if text.endswith(_LAST_PARAMETER_END):
+        return True
+    before = max(text.rfind(each, 0, -1) for each in ">\n")
+    return bool(text.endswith(">") and _LAST_TAG.search(text, before + 1))
+
+
+def _calls_in(tools: Mapping[str, xml_values.Parameters], text: str) -> list[ToolCall]:
     """Return the call that a tag holds; none if it is something else."""
     found = _FUNCTION.fullmatch(text)
     if found is None:
         return []
-    schema, members = schemas.get(found[1], {}), {}
+    tool, members = tools.get(found[1]) or xml_values.Parameters({}), {}
     try:
         for name, value in _parameters_in(found[2]):
             if name in members:
                 return []
-            members[name] = xml_values.as_json(value, xml_values.parameter(schema, name), schema)
+            members[name] = tool.as_json(name, value)
     except ValueError:
         return []
     written = (f"{json.dumps(name, ensure_ascii=False)}: {each}" for name, each in members.items())
@@ -132,8 +143,13 @@ def _rules_of(call: str, function: Function) -> list[str]:
             f"{function.field}: {', '.join(unknown)} can't be enforced at the top of a schema in"
             " the tool call format of this model; describe the object with properties"
         )
-    properties: Mapping[str, Any] = root.get("properties", {})
-    required = set(root.get("required", ()))
+    given = {
+        name: {} if schema is True else schema
+        for name, schema in xml_values.properties_of(root).items()
+    }
+    properties = {name: schema for name, schema in given.items() if isinstance(schema, dict)}
+    names = root.get("required")
+    required = names if isinstance(names, list) else []
     for name in (function.name, *properties):
         if not re.fullmatch(r"[^>\n]+", name):
             raise InvalidRequest(
