@@ -7,7 +7,9 @@ import pytest
 from tinkercloud_api.config import added_models
 from tinkercloud_api.config.added_models import AddedModelsError
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.runs.base_models import ModelRefusedError
 from tinkercloud_api.serve.api_app import running_context
+from tinkercloud_api.serve.model_download import files_of
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.providers import OneHead
 
@@ -30,3 +32,32 @@ def test_a_damaged_record_of_added_models_is_named_with_what_to_do(
 
     with pytest.raises(AddedModelsError, match=r"models\.json .*repair or delete it"):
         added_models.read(tmp_path)
+
+
+def unreadable(_file: Path) -> bytes:
+    raise PermissionError(13, "Permission denied", "/models/m/config.json")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        '{"architectures": 5}',
+        '{"text_config": 1}',
+        '{"model_type": ["llama"]}',
+        '{"a": ' * 9999,
+        None,
+    ],
+    ids=["architectures", "text_config", "model_type", "depth", "unreadable"],
+)
+def test_a_model_that_cannot_be_read_is_refused_with_its_path_whatever_the_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(config or "{}")
+    if config is None:
+        monkeypatch.setattr(Path, "read_bytes", unreadable)
+    files = files_of(Settings(state_dir=tmp_path))
+
+    with pytest.raises(ModelRefusedError, match=r"^model 'm': ") as refused:
+        files.checked("m", str(tmp_path))
+
+    assert str(tmp_path) in str(refused.value)

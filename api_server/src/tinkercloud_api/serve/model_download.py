@@ -15,6 +15,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.preflight import CannotServeError, check_weights
+from tinkercloud_api.config.model_places import PlaceError, folder_at
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.model_arguments import (
@@ -29,6 +30,8 @@ from tinkercloud_api.runs.base_models import ModelFiles, ModelRefusedError
 
 _PICKLED = "pytorch_model*.bin"
 """Weights of a model that has no other ones."""
+_ODD = (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What files raise that can't be read, or that have JSON of another form than expected."""
 
 
 def download_missing(models: Mapping[str, str]) -> None:
@@ -50,15 +53,18 @@ def download_missing(models: Mapping[str, str]) -> None:
 
 def is_missing(name: str, where: str) -> bool:
     """Return whether `where` is a model id, and the cache lacks the model or a part of it."""
-    if Path(where).expanduser().is_dir():
-        return False
     try:
+        if folder_at(where) is not None:
+            return False
         cached(where)
         check_weights(name, Path(resolve(name, where).local_path or ""))
-    except HFValidationError:
+    except (HFValidationError, PlaceError):
         return False
     except (OSError, ModelNotFoundError, CannotServeError):
         return True
+    except _ODD:
+        # Another download would be the same.
+        return False
     return False
 
 
@@ -71,6 +77,11 @@ def files_of(settings: Settings) -> ModelFiles:
             preflight.check_models(settings, {name: model.local_path or ""})
         except (ModelNotFoundError, CannotServeError) as error:
             raise ModelRefusedError(str(error)) from None
+        except _ODD as error:
+            raise ModelRefusedError(
+                f"model {name!r}: {where} cannot be read ({type(error).__name__}: {error}); allow"
+                " the user of the server to read its files, or download it again"
+            ) from None
         return model
 
     return ModelFiles(is_missing, _download_apart, _downloaded_bytes, checked)
