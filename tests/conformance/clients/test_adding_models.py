@@ -167,6 +167,20 @@ def test_a_model_that_serve_would_refuse_cannot_be_added(
     assert [*models(server)] == [GIVEN]
 
 
+@pytest.mark.parametrize("source", ["~nosuch/x", "a" * 300], ids=["user", "length"])
+def test_a_source_that_can_be_no_folder_is_refused_by_the_api_and_the_command(
+    server: Server, source: str
+) -> None:
+    refused = server.post("base_models", {"name": ADDED, "source": source})
+    command = models_command(server, "add", ADDED, "--path", source)
+
+    assert refused.status == 400
+    assert refused.detail.startswith("source: ")
+    assert repr(source) in refused.detail
+    assert command.returncode == 1
+    assert refused.detail in command.stderr
+
+
 def test_a_model_is_downloaded_for_a_running_server(empty: Server, hub: ModelHub) -> None:
     hub.may_send.clear()
     accepted = empty.post("base_models", {"name": ON_HUB}).json()

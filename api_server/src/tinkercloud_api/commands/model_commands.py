@@ -1,7 +1,7 @@
 """`tinkercloud models`: list the base models of a server, and add and remove them while it runs."""
 
 import time
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+from tinkercloud_api.config.model_places import PlaceError, absolute
 
 app = typer.Typer(
     help="List, add and remove the base models of a running server.", no_args_is_help=True
@@ -75,8 +76,9 @@ def add_model(
     Ctrl-C ends only the waiting.
     """
     where = path or name
-    if Path(where).expanduser().is_dir():
-        where = str(Path(where).expanduser().absolute())
+    # What this machine can't read, the server may.
+    with suppress(PlaceError):
+        where = absolute(where)
     model = request("POST", base_url, api_key, "base_models", {"name": name, "source": where})
     progress = StateProgress()
     try:

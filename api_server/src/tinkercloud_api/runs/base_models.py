@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
@@ -13,6 +12,7 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import added_models
 from tinkercloud_api.config.added_models import AddedModelsError
+from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadFailed, ServedModel, SessionProvider
@@ -143,7 +143,10 @@ class BaseModels:
             Unavailable: the change can't be recorded.
         """
         local = self._local_provider()
-        where = await asyncio.to_thread(_absolute, where)
+        try:
+            where = await asyncio.to_thread(absolute, where)
+        except PlaceError as error:
+            raise InvalidRequest(f"source: {error}") from None
         async with self._change:
             self._check_free(name, where)
             waiting = self._unserved.get(name)
@@ -261,12 +264,6 @@ class BaseModels:
                 " and `kubectl delete basemodel NAME` removes it"
             )
         return self._local
-
-
-def _absolute(where: str) -> str:
-    """Return the path of a folder whatever the working folder is, and a model id unchanged."""
-    folder = Path(where).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else where
 
 
 async def _end(download: _Unserved) -> None:
