@@ -1,13 +1,23 @@
 """Base models where the API does not decide about them, and the record of added ones."""
 
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.config import added_models
 from tinkercloud_api.config.added_models import AddedModelsError
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.runs.base_models import ModelRefusedError
+from tinkercloud_api.providers.base import ServedModel
+from tinkercloud_api.providers.local.local_provider import LocalProvider
+from tinkercloud_api.runs.base_models import BaseModels, ModelFiles, ModelRefusedError
+from tinkercloud_api.serve import model_download
 from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_api.serve.model_download import files_of
 from tinkercloud_protocol.wire.errors import InvalidRequest
@@ -61,3 +71,73 @@ def test_a_model_that_cannot_be_read_is_refused_with_its_path_whatever_the_fault
         files.checked("m", str(tmp_path))
 
     assert str(tmp_path) in str(refused.value)
+
+
+ADMIN = Principal(key_id=1, key_name="admin", owner="admin", role=Role.ADMIN)
+
+
+async def nothing(*_arguments: object) -> None: ...
+
+
+@asynccontextmanager
+async def base_models(
+    settings: Settings, download: Callable[[str, str], Awaitable[None]] | None = None
+) -> AsyncIterator[BaseModels]:
+    """Run the base models of a server on this machine, which loads none."""
+    provider = LocalProvider([ServedModel(name, 8) for name in settings.models], settings)
+    files = ModelFiles(
+        is_missing=lambda _name, _where: download is not None,
+        download=download or nothing,
+        downloaded_bytes=lambda _where: 0,
+        checked=lambda name, _where: ServedModel(name, 8),
+    )
+    async with running_context(settings, provider) as server:
+        await provider.start(nothing)
+        models = BaseModels(settings, provider, server.catalog, files)
+        await models.start()
+        yield models
+        await models.stop()
+        await provider.stop()
+
+
+def settings_at(state_dir: Path, **others: object) -> Settings:
+    return Settings.model_validate({"state_dir": state_dir, "preload": False, **others})
+
+
+async def test_a_download_that_fails_in_an_unforeseen_way_says_so(tmp_path: Path) -> None:
+    async def broken(_name: str, _where: str) -> None:
+        raise BlockingIOError(11, "no more processes")
+
+    async with base_models(settings_at(tmp_path), broken) as models:
+        await models.add("m", "acme/m")
+        await asyncio.sleep(0)
+        (listed,) = await models.listed(ADMIN)
+
+    assert listed.state == "failed: BlockingIOError: [Errno 11] no more processes; add it again"
+
+
+def test_a_download_that_fails_in_an_unforeseen_way_reports_what_was_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_models: object) -> None:
+        raise AttributeError("no sibling")
+
+    monkeypatch.setattr(sys, "argv", ["model_download", "m", "acme/m"])
+    monkeypatch.setattr(model_download, "download_missing", broken)
+
+    with pytest.raises(AttributeError):
+        model_download.main()
+
+    assert "failed (AttributeError: no sibling); add it again" in capsys.readouterr().out
+
+
+def test_a_file_that_the_download_renames_does_not_break_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--acme--m" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "whole").write_bytes(b"1234")
+    (blobs / "renamed.incomplete").symlink_to("gone")
+
+    assert files_of(Settings(state_dir=tmp_path)).downloaded_bytes("acme/m") == 4

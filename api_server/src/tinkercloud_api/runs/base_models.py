@@ -204,6 +204,9 @@ class BaseModels:
         except (ModelRefusedError, HeadFailed, Unavailable) as error:
             log.warning("a model could not be added", model=name, reason=str(error))
             download.failure = str(error)
+        except Exception as error:
+            log.exception("a model could not be added", model=name)
+            download.failure = f"{type(error).__name__}: {error}; add it again"
 
     async def remove(self, name: str) -> bool:
         """Serve a base model no longer, and free its memory. This is idempotent.

@@ -7,6 +7,7 @@ end that program, and which reads on its standard output why it has failed.
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -112,8 +113,12 @@ async def _download_apart(name: str, where: str) -> None:
 def _downloaded_bytes(where: str) -> int:
     """Return the size of a model's files in the cache, with those that are not complete."""
     folder = repo_folder_name(repo_id=where, repo_type="model")
-    files = (Path(constants.HF_HUB_CACHE) / folder / "blobs").glob("*")
-    return sum(file.stat().st_size for file in files)
+    size = 0
+    for file in (Path(constants.HF_HUB_CACHE) / folder / "blobs").glob("*"):
+        # The download renames files when they are complete.
+        with suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def _download(name: str, where: str) -> None:
@@ -152,6 +157,12 @@ def main() -> None:
     except ModelNotFoundError as error:
         sys.stdout.write(str(error))
         sys.exit(1)
+    except Exception as error:
+        sys.stdout.write(
+            f"model {name!r}: the download of {where!r} failed ({type(error).__name__}: {error});"
+            " add it again"
+        )
+        raise
 
 
 if __name__ == "__main__":
