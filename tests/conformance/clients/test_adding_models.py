@@ -108,7 +108,7 @@ def test_an_added_model_is_trained_at_once_and_after_a_restart_until_it_is_remov
     assert f"name: runs use {ADDED!r}: {training.model_id} of " in refused.stderr
     assert "end each with `tinkercloud runs stop RUN`" in refused.stderr
     assert (removed.returncode, removed.stdout) == (0, f"{ADDED} is not served any more\n")
-    assert again.returncode == 0
+    assert (again.returncode, again.stdout) == (0, f"{ADDED} was not served\n")
     assert not Path(f"/proc/{pid}").exists()
     created = empty.post("create_model", {"base_model": ADDED, "lora_config": {"rank": 2}})
     assert created.status == 400

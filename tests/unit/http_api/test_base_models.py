@@ -141,3 +141,27 @@ def test_a_file_that_the_download_renames_does_not_break_the_list(
     (blobs / "renamed.incomplete").symlink_to("gone")
 
     assert files_of(Settings(state_dir=tmp_path)).downloaded_bytes("acme/m") == 4
+
+
+async def test_an_alias_is_not_removed_nor_is_the_model_that_the_next_start_needs_for_it(
+    tmp_path: Path,
+) -> None:
+    async with base_models(settings_at(tmp_path)) as models:
+        await models.add("m", "/models/m")
+    aliased = settings_at(tmp_path, aliases={"gpt": "m"})
+
+    async with base_models(aliased) as models:
+        with pytest.raises(InvalidRequest, match=r"'gpt' is an alias of 'm' .*; remove 'm'"):
+            await models.remove("gpt")
+        with pytest.raises(InvalidRequest, match=r"'m' has aliases in the settings: 'gpt'; "):
+            await models.remove("m")
+
+    assert added_models.read(tmp_path) == {"m": "/models/m"}
+
+
+async def test_removing_is_idempotent_and_says_whether_the_model_was_served(tmp_path: Path) -> None:
+    async with base_models(settings_at(tmp_path)) as models:
+        await models.add("m", "/models/m")
+        removed = [await models.remove(name) for name in ("m", "m", "unknown")]
+
+    assert [each.was_served for each in removed] == [True, False, False]

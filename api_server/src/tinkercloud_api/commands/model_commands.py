@@ -115,7 +115,7 @@ def remove_model(
     if not yes:
         typer.confirm(f"Stop serving {name}, also to clients that sample it?", abort=True, err=True)
     removed = request("DELETE", base_url, api_key, f"base_models/{quote(name, safe='')}")
-    sentence = f"{name} is not served any more"
+    sentence = f"{name} {'is not served any more' if removed['was_served'] else 'was not served'}"
     if removed["returns_at_start"]:
         sentence += ", until the next start: a setting or --model names it"
     say(sentence, removed, as_json=as_json)
