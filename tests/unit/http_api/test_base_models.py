@@ -165,3 +165,17 @@ async def test_removing_is_idempotent_and_says_whether_the_model_was_served(tmp_
         removed = [await models.remove(name) for name in ("m", "m", "unknown")]
 
     assert [each.was_served for each in removed] == [True, False, False]
+
+
+async def test_a_model_of_the_settings_with_a_relative_path_can_be_added_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+
+    async with base_models(settings_at(tmp_path / "state", models={"m": "weights"})) as models:
+        for place in ("weights", "./weights", str(tmp_path / "weights")):
+            await models.add("m", place)
+        (listed,) = await models.listed(ADMIN)
+
+    assert listed.source == str(tmp_path / "weights")

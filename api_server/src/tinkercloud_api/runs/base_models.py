@@ -64,7 +64,7 @@ class BaseModels:
         self._local = provider if isinstance(provider, LocalProvider) else None
         self._catalog = catalog
         self._files = files
-        self._where = dict(settings.models)
+        self._where = {name: _whole_path(where) for name, where in settings.models.items()}
         """Where the served models are, by name."""
         self._added: dict[str, str] = {}
         """Those of them that the next start serves as well, although no setting names them."""
@@ -287,6 +287,15 @@ class BaseModels:
                 " and `kubectl delete basemodel NAME` removes it"
             )
         return self._local
+
+
+def _whole_path(where: str) -> str:
+    """Return the place of a model of the settings as `add` compares it."""
+    try:
+        return absolute(where)
+    except PlaceError:
+        # Without its folder, the server does not start.
+        return where
 
 
 async def _end(download: _Unserved) -> None:
