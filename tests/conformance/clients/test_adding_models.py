@@ -108,7 +108,7 @@ def test_an_added_model_is_trained_at_once_and_after_a_restart_until_it_is_remov
     assert f"name: runs use {ADDED!r}: {training.model_id} of " in refused.stderr
     assert "end each with `tinkercloud runs stop RUN`" in refused.stderr
     assert (removed.returncode, removed.stdout) == (0, f"{ADDED} is not served any more\n")
-    assert again.returncode == 0
+    assert (again.returncode, again.stdout) == (0, f"{ADDED} was not served\n")
     assert not Path(f"/proc/{pid}").exists()
     created = empty.post("create_model", {"base_model": ADDED, "lora_config": {"rank": 2}})
     assert created.status == 400
@@ -165,6 +165,20 @@ def test_a_model_that_serve_would_refuse_cannot_be_added(
     assert refused.detail.startswith(f"source: model {ADDED!r}: ")
     assert message in refused.detail
     assert [*models(server)] == [GIVEN]
+
+
+@pytest.mark.parametrize("source", ["~nosuch/x", "a" * 300], ids=["user", "length"])
+def test_a_source_that_can_be_no_folder_is_refused_by_the_api_and_the_command(
+    server: Server, source: str
+) -> None:
+    refused = server.post("base_models", {"name": ADDED, "source": source})
+    command = models_command(server, "add", ADDED, "--path", source)
+
+    assert refused.status == 400
+    assert refused.detail.startswith("source: ")
+    assert repr(source) in refused.detail
+    assert command.returncode == 1
+    assert refused.detail in command.stderr
 
 
 def test_a_model_is_downloaded_for_a_running_server(empty: Server, hub: ModelHub) -> None:

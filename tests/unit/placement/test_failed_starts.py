@@ -12,6 +12,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, ServedModel
 from tinkercloud_api.providers.local.head_folder import HeadFolder
 from tinkercloud_api.providers.local.local_head import LocalHead, _Killed
+from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_protocol.heads.usage_reports import UsageReport
 
 UNREACHABLE = HeadEndpoint("http://127.0.0.1:1", "", "g1")
@@ -61,3 +62,47 @@ async def test_a_reason_that_a_head_has_written_is_reported_even_if_it_was_kille
 async def test_the_last_error_in_its_log_is_why_a_head_exited(head: LocalHead) -> None:
     with pytest.raises(HeadFailed, match="because it exited: UserWarning: KeyError"):
         await end(head, "os._exit(1)")
+
+
+async def test_those_who_wait_for_a_model_that_is_removed_get_an_answer(
+    head: LocalHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def endless() -> HeadEndpoint:
+        await asyncio.Event().wait()
+        return UNREACHABLE
+
+    monkeypatch.setattr(head, "_start", endless)
+    waiting = asyncio.create_task(head.acquire())
+    await asyncio.sleep(0)
+    await head.remove()
+
+    for answer in (waiting, head.acquire()):
+        with pytest.raises(HeadFailed, match="base_model 'm' is not served any more"):
+            await answer
+
+
+async def test_a_head_that_could_not_be_stopped_can_be_removed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(state_dir=tmp_path, preload=False)
+    provider = LocalProvider([ServedModel("m", 8)], settings)
+    await provider.start(ignore)
+    stops = []
+
+    async def stop(stopped: LocalHead) -> None:
+        stops.append(stopped)
+        if len(stops) == 1:
+            raise HeadFailed("its lock is damaged")
+
+    monkeypatch.setattr(LocalHead, "stop", stop)
+
+    with pytest.raises(HeadFailed, match="its lock is damaged"):
+        await provider.remove_model("m")
+    kept = [model.name for model in provider.models()]
+    await provider.remove_model("m")
+    await provider.stop()
+
+    assert kept == ["m"]
+    assert len({*stops}) == 1
+    assert len(stops) == 2
+    assert provider.models() == []

@@ -4,15 +4,26 @@
 `untie`. Needs PEFT, which heads do not.
 """
 
+import importlib.util
 import sys
 import tempfile
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import logging
 
 from tinkercloud_worker.model.architecture import is_tied
 from tinkercloud_worker.untie import CannotUntieError, untie
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+_REMEDY = "pass the base model that it was trained on"
+_LONGEST_REASON = 300
 
 
 class CannotMergeError(Exception):
@@ -31,21 +42,18 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
 
     Raises:
         CannotMergeError: PEFT is missing, the folder is not empty, the adapter's folder has no
-            adapter, or the model can't be untied.
+            adapter, the adapter is that of another model, or the model can't be untied.
     """
-    try:
-        from peft import PeftModel  # noqa: PLC0415 - heads do without it
-    except ImportError:
-        raise CannotMergeError(
-            "merging needs PEFT; install it with: pip install peft accelerate"
-        ) from None
+    if importlib.util.find_spec("peft") is None:
+        raise CannotMergeError("merging needs PEFT; install it with: pip install peft accelerate")
     if folder.exists() and any(folder.iterdir()):
         raise CannotMergeError(f"{folder} is not empty; choose a folder that does not exist")
     if not (adapter / "adapter_config.json").is_file():
         raise CannotMergeError(f"{adapter} has no adapter: its weights are those of a whole model")
     config = AutoConfig.from_pretrained(model).get_text_config()
-    with tempfile.TemporaryDirectory() as temporary:
-        base = model
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".merge-", dir=folder.parent) as temporary:
+        base, written = model, Path(temporary) / "merged"
         if is_tied(config):
             base = Path(temporary) / "untied"
             try:
@@ -53,13 +61,51 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
             except CannotUntieError as error:
                 raise CannotMergeError(str(error)) from None
         loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        merged = PeftModel.from_pretrained(loaded, adapter).merge_and_unload()
-        merged.to(config.dtype or torch.float32).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+        merged = _adapted(loaded, adapter, model).merge_and_unload()
+        merged.to(config.dtype or torch.float32).save_pretrained(written)
+        AutoTokenizer.from_pretrained(model).save_pretrained(written)
+        written.rename(folder)
+
+
+def _adapted(loaded: PreTrainedModel, adapter: Path, model: Path) -> "PeftModel":
+    """Return a model with an adapter, all of whose tensors it has taken, and no others.
+
+    Raises:
+        CannotMergeError: the adapter is that of another model.
+    """
+    from peft import PeftModel  # noqa: PLC0415 - heads do without it
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(loaded, adapter)
+        # Only this returns what did not fit; PEFT merges the rest without an error.
+        result = adapted.load_adapter(adapter, "default", torch_device="cpu")
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        raise CannotMergeError(f"the adapter does not fit {model} ({reason}); {_REMEDY}") from None
+    for names, what in [
+        (result.unexpected_keys, "the model has no place for"),
+        (result.missing_keys, "the adapter lacks"),
+    ]:
+        if names:
+            more = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            raise CannotMergeError(
+                f"the adapter does not fit {model}: {what} {names[0]}{more}; {_REMEDY}"
+            )
+    return adapted
+
+
+def _warn(message: Warning | str, category: type[Warning], *_place: object) -> None:
+    """Print a warning without the place in the code, unless it is for programmers."""
+    if not issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
+        sys.stderr.write(f"{category.__name__}: {message}\n")
 
 
 def main() -> None:
-    """Merge what the arguments name."""
+    """Merge what the arguments name; standard error has warnings only."""
+    logging.disable_progress_bar()
+    warnings.showwarning = _warn
     try:
         merge(*map(Path, sys.argv[1:4]))
     except CannotMergeError as error:

@@ -1,6 +1,7 @@
 """`tinkercloud checkpoints`: list, export, merge, import and delete checkpoints of a server."""
 
 import asyncio
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ app = typer.Typer(
 _COMPLETE = "checkpoint_complete"
 """Empty file at the end of a complete archive."""
 _PART_BYTES = 1 << 20
+_FOR_MERGING = {"tinkercloud_worker": "tinkercloud", "peft": "peft accelerate"}
+"""What merging imports, and the packages that have it."""
 _UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size", "is_received", "expires"]
 _COLUMNS = ["path", "type", "base model", "size", "saved", "expires", "public"]
 
@@ -109,6 +112,9 @@ def merge_checkpoint(
     """Merge an adapter into its base model, and write a model for other programs."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         fail(f"{folder} exists and is not an empty folder; choose another one")
+    for module, packages in _FOR_MERGING.items():
+        if importlib.util.find_spec(module) is None:
+            fail(f"merging needs {module}; install it with: pip install {packages}")
     with tempfile.TemporaryDirectory(prefix="tinkercloud-merge-") as temporary:
         adapter = Path(temporary) / "adapter"
         _export(path, adapter, base_url, api_key)
@@ -121,6 +127,7 @@ def merge_checkpoint(
     if merged.returncode != 0:
         lines = merged.stderr.strip().splitlines()
         fail(lines[-1] if lines else f"merging ended with status {merged.returncode}")
+    sys.stderr.write(merged.stderr)
     say(str(folder), {"folder": str(folder)}, as_json=as_json)
 
 

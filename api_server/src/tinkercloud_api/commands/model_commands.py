@@ -1,7 +1,7 @@
 """`tinkercloud models`: list the base models of a server, and add and remove them while it runs."""
 
 import time
-from pathlib import Path
+from contextlib import suppress
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -19,6 +19,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+from tinkercloud_api.config.model_places import PlaceError, absolute
 
 app = typer.Typer(
     help="List, add and remove the base models of a running server.", no_args_is_help=True
@@ -75,8 +76,9 @@ def add_model(
     Ctrl-C ends only the waiting.
     """
     where = path or name
-    if Path(where).expanduser().is_dir():
-        where = str(Path(where).expanduser().absolute())
+    # What this machine can't read, the server may.
+    with suppress(PlaceError):
+        where = absolute(where)
     model = request("POST", base_url, api_key, "base_models", {"name": name, "source": where})
     progress = StateProgress()
     try:
@@ -113,7 +115,7 @@ def remove_model(
     if not yes:
         typer.confirm(f"Stop serving {name}, also to clients that sample it?", abort=True, err=True)
     removed = request("DELETE", base_url, api_key, f"base_models/{quote(name, safe='')}")
-    sentence = f"{name} is not served any more"
+    sentence = f"{name} {'is not served any more' if removed['was_served'] else 'was not served'}"
     if removed["returns_at_start"]:
         sentence += ", until the next start: a setting or --model names it"
     say(sentence, removed, as_json=as_json)

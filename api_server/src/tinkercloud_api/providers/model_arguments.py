@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from tinkercloud_api.config.model_places import PlaceError, folder_at
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_protocol.adapters.context_length import context_length
 from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
@@ -58,8 +59,11 @@ def resolve(name: str, where: str) -> ServedModel:
     Raises:
         ModelNotFoundError: `where` is neither.
     """
-    folder = Path(where).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = folder_at(where)
+    except PlaceError as error:
+        raise ModelNotFoundError(f"model {name!r}: {error}") from None
+    if folder is None:
         try:
             folder = cached(where)
         except HFValidationError:

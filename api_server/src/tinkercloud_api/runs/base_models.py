@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 
@@ -13,11 +12,12 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import added_models
 from tinkercloud_api.config.added_models import AddedModelsError
+from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadFailed, ServedModel, SessionProvider
 from tinkercloud_api.providers.local.local_provider import LocalProvider
-from tinkercloud_protocol.responses.listings import ListedModel
+from tinkercloud_protocol.responses.listings import ListedModel, ModelRemoved
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -64,7 +64,7 @@ class BaseModels:
         self._local = provider if isinstance(provider, LocalProvider) else None
         self._catalog = catalog
         self._files = files
-        self._where = dict(settings.models)
+        self._where = {name: _whole_path(where) for name, where in settings.models.items()}
         """Where the served models are, by name."""
         self._added: dict[str, str] = {}
         """Those of them that the next start serves as well, although no setting names them."""
@@ -143,7 +143,10 @@ class BaseModels:
             Unavailable: the change can't be recorded.
         """
         local = self._local_provider()
-        where = await asyncio.to_thread(_absolute, where)
+        try:
+            where = await asyncio.to_thread(absolute, where)
+        except PlaceError as error:
+            raise InvalidRequest(f"source: {error}") from None
         async with self._change:
             self._check_free(name, where)
             waiting = self._unserved.get(name)
@@ -201,26 +204,49 @@ class BaseModels:
         except (ModelRefusedError, HeadFailed, Unavailable) as error:
             log.warning("a model could not be added", model=name, reason=str(error))
             download.failure = str(error)
+        except Exception as error:
+            log.exception("a model could not be added", model=name)
+            download.failure = f"{type(error).__name__}: {error}; add it again"
 
-    async def remove(self, name: str) -> bool:
+    async def remove(self, name: str) -> ModelRemoved:
         """Serve a base model no longer, and free its memory. This is idempotent.
 
-        Returns:
-            Whether the settings name it, so that the next start serves it again.
-
         Raises:
-            InvalidRequest: runs use it; the message names them.
+            InvalidRequest: the name is an alias, or the next start needs the model for one, or
+                runs use it; the message names them.
             Unavailable: the change can't be recorded.
         """
         local = self._local_provider()
         async with self._change:
+            self._check_aliases(name)
             await self._check_unused(name)
+            was_served = name in self._where or name in self._unserved
             self._record({each: at for each, at in self._added.items() if each != name})
             if (waiting := self._unserved.pop(name, None)) is not None:
                 await _end(waiting)
-            self._where.pop(name, None)
             await local.remove_model(name)
-        return name in self._settings.models
+            self._where.pop(name, None)
+        return ModelRemoved(was_served=was_served, returns_at_start=name in self._settings.models)
+
+    def _check_aliases(self, name: str) -> None:
+        """Check that a model may be removed as far as the aliases of the settings are concerned.
+
+        Raises:
+            InvalidRequest: the name is an alias, or the next start needs the model for one.
+        """
+        aliases = self._settings.aliases
+        if name in aliases:
+            raise InvalidRequest(
+                f"name: {name!r} is an alias of {aliases[name]!r} on this server; remove"
+                f" {aliases[name]!r}, or start the server without the alias"
+            )
+        # The next start serves those of the settings again.
+        if name in self._added and (of := [each for each in aliases if aliases[each] == name]):
+            raise InvalidRequest(
+                f"name: {name!r} has aliases in the settings: {', '.join(map(repr, of))}; the next"
+                " start would refuse them without the model. Restart the server without these"
+                " aliases, then remove the model"
+            )
 
     async def _check_unused(self, name: str) -> None:
         found = await self._catalog.open_runs(name, _RUNS_NAMED + 1)
@@ -263,10 +289,13 @@ class BaseModels:
         return self._local
 
 
-def _absolute(where: str) -> str:
-    """Return the path of a folder whatever the working folder is, and a model id unchanged."""
-    folder = Path(where).expanduser()
-    return str(folder.absolute()) if folder.is_dir() else where
+def _whole_path(where: str) -> str:
+    """Return the place of a model of the settings as `add` compares it."""
+    try:
+        return absolute(where)
+    except PlaceError:
+        # Without its folder, the server does not start.
+        return where
 
 
 async def _end(download: _Unserved) -> None:

@@ -7,6 +7,7 @@ end that program, and which reads on its standard output why it has failed.
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import constants, snapshot_download
@@ -15,6 +16,7 @@ from huggingface_hub.file_download import repo_folder_name
 
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.preflight import CannotServeError, check_weights
+from tinkercloud_api.config.model_places import PlaceError, folder_at
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.providers.model_arguments import (
@@ -29,6 +31,8 @@ from tinkercloud_api.runs.base_models import ModelFiles, ModelRefusedError
 
 _PICKLED = "pytorch_model*.bin"
 """Weights of a model that has no other ones."""
+_ODD = (OSError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What files raise that can't be read, or that have JSON of another form than expected."""
 
 
 def download_missing(models: Mapping[str, str]) -> None:
@@ -50,15 +54,18 @@ def download_missing(models: Mapping[str, str]) -> None:
 
 def is_missing(name: str, where: str) -> bool:
     """Return whether `where` is a model id, and the cache lacks the model or a part of it."""
-    if Path(where).expanduser().is_dir():
-        return False
     try:
+        if folder_at(where) is not None:
+            return False
         cached(where)
         check_weights(name, Path(resolve(name, where).local_path or ""))
-    except HFValidationError:
+    except (HFValidationError, PlaceError):
         return False
     except (OSError, ModelNotFoundError, CannotServeError):
         return True
+    except _ODD:
+        # Another download would be the same.
+        return False
     return False
 
 
@@ -71,6 +78,11 @@ def files_of(settings: Settings) -> ModelFiles:
             preflight.check_models(settings, {name: model.local_path or ""})
         except (ModelNotFoundError, CannotServeError) as error:
             raise ModelRefusedError(str(error)) from None
+        except _ODD as error:
+            raise ModelRefusedError(
+                f"model {name!r}: {where} cannot be read ({type(error).__name__}: {error}); allow"
+                " the user of the server to read its files, or download it again"
+            ) from None
         return model
 
     return ModelFiles(is_missing, _download_apart, _downloaded_bytes, checked)
@@ -101,8 +113,12 @@ async def _download_apart(name: str, where: str) -> None:
 def _downloaded_bytes(where: str) -> int:
     """Return the size of a model's files in the cache, with those that are not complete."""
     folder = repo_folder_name(repo_id=where, repo_type="model")
-    files = (Path(constants.HF_HUB_CACHE) / folder / "blobs").glob("*")
-    return sum(file.stat().st_size for file in files)
+    size = 0
+    for file in (Path(constants.HF_HUB_CACHE) / folder / "blobs").glob("*"):
+        # The download renames files when they are complete.
+        with suppress(FileNotFoundError):
+            size += file.stat().st_size
+    return size
 
 
 def _download(name: str, where: str) -> None:
@@ -141,6 +157,12 @@ def main() -> None:
     except ModelNotFoundError as error:
         sys.stdout.write(str(error))
         sys.exit(1)
+    except Exception as error:
+        sys.stdout.write(
+            f"model {name!r}: the download of {where!r} failed ({type(error).__name__}: {error});"
+            " add it again"
+        )
+        raise
 
 
 if __name__ == "__main__":

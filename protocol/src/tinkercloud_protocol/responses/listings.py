@@ -95,6 +95,8 @@ class BaseModelList(Answer):
 class ModelRemoved(Answer):
     """DELETE base_models/{name} (no SDK call)."""
 
+    was_served: bool
+    """Whether the server served the model, or was downloading it, or had failed to serve it."""
     returns_at_start: bool
     """Whether a setting of the server names the model, so that its next start serves it again."""
 

@@ -88,6 +88,7 @@ class LocalHead:
         self._process: asyncio.subprocess.Process | None = None
         self._lease: asyncio.Task[None] | None = None
         self._is_stopping = False
+        self._is_removed = False
         self._backoff = Backoff()
         self._started_at = time.monotonic()
         self._weight_bytes = weight_bytes(Path(model.local_path)) if model.local_path else 0
@@ -106,18 +107,30 @@ class LocalHead:
 
         Raises:
             HeadFailed: the head failed to start, now or recently: failed starts are retried with
-                exponential backoff.
+                exponential backoff. Or it was removed.
         """
         if self.endpoint is None:
             self.begin_start()
         if self._starting is not None:
-            return await asyncio.shield(self._starting)
+            starting = self._starting
+            try:
+                return await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                if starting.cancelled() and self._is_removed:
+                    raise self._removed() from None
+                raise
         assert self.endpoint is not None  # noqa: S101 - neither stopped nor starting
         return self.endpoint
 
     def begin_start(self) -> None:
-        """Start the head in the background, unless it is running or starting."""
+        """Start the head in the background, unless it is running or starting.
+
+        Raises:
+            HeadFailed: it has failed to start recently, or was removed.
+        """
         if self.endpoint is None and self._starting is None:
+            if self._is_removed:
+                raise self._removed()
             self._backoff.check()
             self._starting = asyncio.create_task(self._start())
             self._starting.add_done_callback(self._start_finished)
@@ -368,6 +381,18 @@ class LocalHead:
             await self._stop()
         finally:
             self._is_stopping = False
+
+    async def remove(self) -> None:
+        """Stop the head, and start it no more, also for those who wait for it."""
+        self._is_removed = True
+        try:
+            await self.stop()
+        except BaseException:
+            self._is_removed = False
+            raise
+
+    def _removed(self) -> HeadFailed:
+        return HeadFailed(f"base_model {self._model.name!r} is not served any more")
 
     async def _stop(self) -> None:
         if self._starting is not None:

@@ -58,9 +58,17 @@ class LocalProvider(SessionProvider):
 
     async def remove_model(self, name: str) -> None:
         """Serve a base model no longer, and free its memory. This is idempotent."""
-        self._models.pop(name, None)
-        if (head := self._heads.pop(name, None)) is not None:
-            await head.stop()
+        # Runs are refused at once, and the head is forgotten only when it has ended.
+        model = self._models.pop(name, None)
+        if (head := self._heads.get(name)) is None:
+            return
+        try:
+            await head.remove()
+        except BaseException:
+            if model is not None:
+                self._models[name] = model
+            raise
+        del self._heads[name]
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`."""

@@ -45,4 +45,4 @@ async def add_base_model(request: AddBaseModel, server: Server, caller: Caller) 
 async def remove_base_model(name: Name, server: Server, caller: Caller) -> ModelRemoved:
     """Serve a base model without runs no longer, and free its memory (admins). Idempotent."""
     caller.named_objects.add(name)
-    return ModelRemoved(returns_at_start=await server.base_models.remove(name))
+    return await server.base_models.remove(name)
