@@ -59,6 +59,9 @@ class OneHead:
     def shared_heads(self) -> list[HeadEndpoint]:
         return [self.endpoint] if self.endpoint is not None else []
 
+    def heads_of(self, _owner: str) -> list[HeadEndpoint]:
+        return self.shared_heads()
+
     def placed_on(self, _endpoint: HeadEndpoint) -> frozenset[str] | None:
         return self.placed
 
