@@ -96,7 +96,9 @@ def _adapted(loaded: PreTrainedModel, adapter: Path, model: Path) -> "PeftModel"
     return adapted
 
 
-def _warn(message: Warning | str, category: type[Warning], *_place: object) -> None:
+def _warn(
+    message: Warning | str, category: type[Warning], *_place: object, **_line: object
+) -> None:
     """Print a warning without the place in the code, unless it is for programmers."""
     if not issubclass(category, DeprecationWarning | FutureWarning | PendingDeprecationWarning):
         sys.stderr.write(f"{category.__name__}: {message}\n")
@@ -104,7 +106,7 @@ def _warn(message: Warning | str, category: type[Warning], *_place: object) -> N
 
 def main() -> None:
     """Merge what the arguments name; standard error has warnings only."""
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.showwarning = _warn
     try:
         merge(*map(Path, sys.argv[1:4]))
