@@ -69,6 +69,22 @@ class _Killed(HeadFailed):
     """A head was killed while it was starting."""
 
 
+@contextlib.asynccontextmanager
+async def _reporting(model: str, event: str, progress: Callable[[], str]) -> AsyncIterator[None]:
+    """Log from time to time how far the head of a model is, within the context."""
+
+    async def report() -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            log.info(event, model=model, progress=progress())
+
+    reporting = asyncio.create_task(report())
+    try:
+        yield
+    finally:
+        reporting.cancel()
+
+
 class LocalHead:
     """The head of one base model: stopped, starting or running."""
 
@@ -170,7 +186,7 @@ class LocalHead:
             "session head started; loading the model", model=self._model.name, pid=self._process.pid
         )
         self._started_at = time.monotonic()
-        async with self._reporting("the model is loading", self.progress):
+        async with _reporting(self._model.name, "the model is loading", self.progress):
             await self._wait_until_ready(endpoint, self._process)
         await self._check_protocol(endpoint, self._process)
         self._adopted(endpoint)
@@ -292,21 +308,6 @@ class LocalHead:
         seconds = time.monotonic() - self._started_at
         return describe(seconds, pid, self._weight_bytes, self._folder.progress())
 
-    @contextlib.asynccontextmanager
-    async def _reporting(self, event: str, progress: Callable[[], str]) -> AsyncIterator[None]:
-        """Log from time to time how far the head is, within the context."""
-
-        async def report() -> None:
-            while True:
-                await asyncio.sleep(_PROGRESS_SECONDS)
-                log.info(event, model=self._model.name, progress=progress())
-
-        reporting = asyncio.create_task(report())
-        try:
-            yield
-        finally:
-            reporting.cancel()
-
     async def adopt(self) -> None:
         """Take over a head that a previous server left running, or stop it."""
         if not await self._adopt():
@@ -408,7 +409,7 @@ class LocalHead:
             model=self._model.name,
             longest=f"{seconds:.0f} s",
         )
-        async with self._reporting("the session head is stopping", self._saving):
+        async with _reporting(self._model.name, "the session head is stopping", self._saving):
             done, _ = await asyncio.wait({ended}, timeout=seconds)
         if not done:
             log.error(
