@@ -26,7 +26,7 @@ def folder_at(where: str) -> Path | None:
 
 
 def absolute(where: str) -> str:
-    """Return the path of a folder whatever the working folder is, and a model id unchanged.
+    """Return the absolute path of a folder; a model id is returned unchanged.
 
     Raises:
         PlaceError: it is unknown whether the place names a folder.

@@ -87,9 +87,9 @@ class Harmony(ToolFormat):
         return "\n".join([HEADER, start, *rules, *json_rules(rule)])
 
     def history(self, messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-        """Return the messages, without the reasoning of those that have both text and calls.
+        """Return the messages; reasoning is removed from those with both text and calls.
 
-        The templates have no place for it, and refuse it.
+        The templates refuse such reasoning.
         """
         return [_without_excess(message) for message in messages]
 

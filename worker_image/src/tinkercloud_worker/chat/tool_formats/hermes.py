@@ -5,7 +5,7 @@
 </tool_call>
 
 A tag may hold several calls, one after another or in a list; a call without arguments has none.
-Whatever else a tag holds stays text as a whole, so no call is made that the model did not write.
+Any other content of a tag is returned as text.
 """
 
 import json
