@@ -91,8 +91,7 @@ def export_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Download the weights of a checkpoint, of an adapter as a PEFT folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        fail(f"{folder} exists and is not an empty folder; choose another one")
+    _check_empty(folder)
     files = [str(folder / name) for name in _export(path, folder, base_url, api_key)]
     say("\n".join(files), {"folder": str(folder), "files": files}, as_json=as_json)
 
@@ -110,8 +109,7 @@ def merge_checkpoint(
     as_json: Json = False,
 ) -> None:
     """Merge an adapter into its base model, and write a model for other programs."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        fail(f"{folder} exists and is not an empty folder; choose another one")
+    _check_empty(folder)
     for module, packages in _FOR_MERGING.items():
         if importlib.util.find_spec(module) is None:
             fail(f"merging needs {module}; install it with: pip install {packages}")
@@ -129,6 +127,11 @@ def merge_checkpoint(
         fail(lines[-1] if lines else f"merging ended with status {merged.returncode}")
     sys.stderr.write(merged.stderr)
     say(str(folder), {"folder": str(folder)}, as_json=as_json)
+
+
+def _check_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        fail(f"{folder} exists and is not an empty folder; choose another one")
 
 
 def _export(path: str, folder: Path, base_url: str | None, api_key: str) -> list[str]:
