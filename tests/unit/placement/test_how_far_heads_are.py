@@ -62,13 +62,14 @@ def test_the_last_progress_in_the_log_of_a_head_is_how_far_it_is(head: LocalHead
 
 
 async def test_a_waiting_head_is_reported_again_and_again(
-    head: LocalHead, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(local_head, "_PROGRESS_SECONDS", 0.0)
     steps = iter(["0 of 2 runs saved", "1 of 2 runs saved", *["2 of 2 runs saved"] * 100_000])
 
     with capture_logs() as logged:
-        async with head._reporting("the session head is stopping", lambda: next(steps)):
+        reporting = local_head._reporting("m", "the session head is stopping", lambda: next(steps))
+        async with reporting:
             await until(lambda: len(logged) >= 3)
 
     assert logged[1] == {
