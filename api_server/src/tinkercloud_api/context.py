@@ -9,6 +9,7 @@ from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.access.auth import Authenticator, Principal
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
@@ -63,6 +64,7 @@ class Context:
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
     usage: UsageLedger
+    points: RunPoints
     sampler_clients: SamplerClients
     custom_losses: CustomLosses
     tenants: Tenants

@@ -8,7 +8,7 @@ from tinkercloud_api.providers.base import (
     HeadEndpoint,
     Pending,
     Placement,
-    RecordUsage,
+    RecordReport,
     ServedModel,
 )
 from tinkercloud_protocol.heads.launch import ModelSpec
@@ -25,7 +25,7 @@ class OneHead:
         self.gone: set[str] = set()
         """Runs whose head was permanently removed."""
 
-    async def start(self, record_usage: RecordUsage) -> None: ...
+    async def start(self, record_report: RecordReport) -> None: ...
 
     async def stop(self) -> None: ...
 

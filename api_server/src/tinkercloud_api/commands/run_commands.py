@@ -28,6 +28,10 @@ _COLUMNS = [
     *("run", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
     *("age", "last seen"),
 ]
+_CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
+_CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
+_CURVE_ROWS = 40
+"""Rows of a curve in the terminal at most."""
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
@@ -146,6 +150,54 @@ def show_run(
         for each in found["checkpoints"]
     ]
     show(rows, _CHECKPOINT_COLUMNS, as_json=False)
+
+
+@app.command("curve")
+def show_curve(
+    run: RunArgument,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    again: Watch = False,
+    as_json: Json = False,
+) -> None:
+    """Show the loss of a run as it learned, with gradient norm and learning rate.
+
+    A row is the mean of the optimizer steps up to its number; long runs have many in one.
+    """
+    path = f"{_path(run)}/curve"
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, path)
+        if as_json:
+            typer.echo(json.dumps(found))
+        elif not found["points"]:
+            typer.echo(f"Run {run} has taken no optimizer step yet.")
+        else:
+            show(_curve_rows(found["points"]), _CURVE_COLUMNS, as_json=False)
+
+    watch(draw, again=again)
+
+
+def _curve_rows(points: list[dict[str, Any]]) -> list[dict[str, object]]:
+    every = -(-len(points) // _CURVE_ROWS)
+    chosen = points[(len(points) - 1) % every :: every]
+    return [
+        {
+            "step": each["step"],
+            **{name: _mean(each["metrics"].get(name)) for name in _CURVE_METRICS},
+            "time": each["time"],
+        }
+        for each in chosen
+    ]
+
+
+def _mean(metric: dict[str, Any] | None) -> str:
+    if metric is None:
+        return ""
+    if metric["not_finite"]:
+        return "not finite"
+    return f"{metric['mean']:.5g}"
 
 
 @app.command("save")

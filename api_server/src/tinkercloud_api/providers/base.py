@@ -8,11 +8,12 @@ from typing import Protocol
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.run_curves import CurveReport
 from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
-RecordUsage = Callable[[UsageReport], Awaitable[None]]
+RecordReport = Callable[[UsageReport | CurveReport], Awaitable[None]]
 """Records a report of a head, which may be repeated. Raises Unavailable if it can't."""
 
 
@@ -93,11 +94,11 @@ class SessionProvider(Protocol):
     they are, and that leave nothing on a disk of this server.
     """
 
-    async def start(self, record_usage: RecordUsage) -> None:
+    async def start(self, record_report: RecordReport) -> None:
         """Find running heads and start watching them.
 
         Args:
-            record_usage: called with each usage report of a head.
+            record_report: called with each report of what a head has used or trained.
         """
 
     async def stop(self) -> None:

@@ -8,8 +8,9 @@ import aiohttp
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
+from tinkercloud_api.providers.base import HeadEndpoint, RecordReport
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.run_curves import CurveReport
 from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
@@ -18,13 +19,14 @@ from tinkercloud_protocol.wire.json_model import describe
 log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
-_REPORT = TypeAdapter[UsageReport | DurabilityReport](UsageReport | DurabilityReport)
+_Report = UsageReport | CurveReport | DurabilityReport
+_REPORT = TypeAdapter[_Report](_Report)
 
 
 async def hold_lease(
     client: aiohttp.ClientSession,
     endpoint: HeadEndpoint,
-    record_usage: RecordUsage,
+    record_report: RecordReport,
     note_durability: Callable[[DurabilityReport], None],
 ) -> None:
     """Hold the lease of a head until it has sent its last report and all are recorded.
@@ -32,7 +34,8 @@ async def hold_lease(
     Args:
         client: sends the request.
         endpoint: of the head.
-        record_usage: called with each report of usage, again if the catalog does not respond.
+        record_report: called with each report of usage or of a curve, again if the catalog does not
+            respond.
         note_durability: called when the head says which of its models are durable.
 
     Raises:
@@ -55,18 +58,18 @@ async def hold_lease(
             if isinstance(report, DurabilityReport):
                 note_durability(report)
             else:
-                await _record(report, record_usage)
+                await _record(report, record_report)
 
 
-async def _record(report: UsageReport, record_usage: RecordUsage) -> None:
+async def _record(report: UsageReport | CurveReport, record_report: RecordReport) -> None:
     """Record a report, when the catalog responds. Meanwhile the head collects what follows."""
     while True:
         try:
-            await record_usage(report)
+            await record_report(report)
         except Unavailable:
             await asyncio.sleep(_RETRY_SECONDS)
         except Exception:
-            log.exception("a usage report can't be recorded")
+            log.exception("a report of a head can't be recorded")
             # The lease must not end: the head would stop.
             return
         else:

@@ -32,6 +32,7 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.runs.admission import RunQuotas
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
+from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import now
@@ -236,6 +237,7 @@ async def running_context(
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=_samplers(catalog, checkpoints, locator, training_runs, activity),
         usage=UsageLedger(engine),
+        points=RunPoints(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),

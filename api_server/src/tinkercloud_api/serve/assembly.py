@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.config import api_metrics
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
+from tinkercloud_api.heads.head_reports import HeadReports
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.routes.account import session_usage
 from tinkercloud_api.serve.hot_paths import HotPaths
@@ -95,6 +96,11 @@ async def _expire_sessions(server: Server) -> None:
         await server.context.training_runs.expire_sessions(moment, days)
 
 
+async def _forget_curves(server: Server) -> None:
+    context = server.context
+    await context.points.forget(now() - timedelta(days=context.settings.curve_days))
+
+
 HOUSEKEEPING = (
     Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
     Step("count sessions", _count_sessions),
@@ -104,6 +110,7 @@ HOUSEKEEPING = (
     Step("report lost runs", lambda s: s.context.locator.report_lost()),
     Step("release ended sessions", lambda s: s.context.locator.deleted.release_leftovers(now())),
     Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
+    Step("delete old curves", _forget_curves),
     Step("measure storage", lambda s: s.context.billing.measure(hour_of(now()) // 24)),
 )
 """Periodic steps, every `Settings.housekeeping_seconds`, one after another."""
@@ -146,6 +153,11 @@ TASKS = (
 """What runs as long as the server, alongside the requests. Components have tasks of their own."""
 
 
+async def _start_heads(server: Server) -> None:
+    context = server.context
+    await context.provider.start(HeadReports(context.usage, context.points).record)
+
+
 async def _start_deliveries(server: Server) -> None:
     server.context.deliveries.start()
 
@@ -162,7 +174,7 @@ async def _report_lost(server: Server) -> None:
 
 
 STARTUP = (
-    Step("start the session heads", lambda s: s.context.provider.start(s.context.usage.record)),
+    Step("start the session heads", _start_heads),
     Step("serve the added models", lambda s: s.context.base_models.start()),
     Step("start deliveries", _start_deliveries),
     Step("start the programs", lambda s: s.context.programs.start()),

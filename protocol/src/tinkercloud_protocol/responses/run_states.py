@@ -82,6 +82,40 @@ class RunDetails(RunInfo):
     """The newest training checkpoints, newest first."""
 
 
+class CurveMetric(Answer):
+    """A metric in some successive optimizer steps."""
+
+    mean: float | None
+    """Mean of its finite values; None if there is none."""
+    low: float | None
+    high: float | None
+    not_finite: int
+    """Number of steps with NaN or an infinite value."""
+
+
+class RunCurvePoint(Answer):
+    """Some successive optimizer steps."""
+
+    step: int
+    """The optimizer's number of the last of them."""
+    steps: int
+    """Number of steps."""
+    time: datetime
+    """Time of the last of them."""
+    metrics: dict[str, CurveMetric]
+    """By name: `loss`, of a step's tokens, data or targets, `grad_norm`, `learning_rate`, `tokens`,
+    and `kl` with losses that compare policies."""
+
+
+class RunCurve(Answer):
+    """GET runs/{id}/curve."""
+
+    run_id: str
+    points: list[RunCurvePoint]
+    """The earliest first. Steps are in the order in which they were taken; their number becomes
+    smaller where the run loaded an earlier checkpoint."""
+
+
 class RunSaved(Answer):
     """POST runs/{id}/save."""
 

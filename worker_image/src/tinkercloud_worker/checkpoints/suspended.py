@@ -93,6 +93,8 @@ class HeadState(_Part):
     """Number of changes that are in no training checkpoint."""
     latest_checkpoint: str | None
     """Path of the latest training checkpoint, automatic ones included."""
+    curve: ByteSpan | None = None
+    """What its steps have reported; None in states of earlier releases."""
 
 
 class Bodies:

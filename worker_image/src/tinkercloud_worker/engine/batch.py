@@ -76,6 +76,19 @@ class Batch:
         return sum(len(example.tokens) for example in self.examples)
 
     @property
+    def loss_weight(self) -> float:
+        """What the summed loss is divided by for its mean: weights, data or targets.
+
+        The sum of the weights of cross-entropy, the number of data of an uploaded loss, and the
+        number of targets of the others.
+        """
+        if self.uploaded is not None:
+            return float(len(self.examples))
+        if self.loss_fn == "cross_entropy":
+            return float(sum(example.inputs["weights"].sum() for example in self.examples))
+        return float(sum(example.targets.size for example in self.examples))
+
+    @property
     def num_targets(self) -> int:
         """The largest number of targets per position."""
         return max(int(example.targets.shape[1]) for example in self.examples)

@@ -14,6 +14,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import EngineScaler, S
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
+from tinkercloud_worker.head.model.run_curve import Curves
 from tinkercloud_worker.head.wire.image_work import ImageWork
 from tinkercloud_worker.head.wire.request_times import SpanRecorder
 from tinkercloud_worker.head.wire.token_limits import TokenLimits
@@ -35,6 +36,8 @@ class Backend:
     trainer has its files."""
     usage: UsageMeter = field(default_factory=UsageMeter)
     """Counts what the head computes."""
+    curves: Curves = field(default_factory=Curves)
+    """What the optimizer steps of its models report."""
     text: ChatText | None = None
     """Renders and decodes text; None if the head serves tokens only."""
     spans: SpanRecorder = field(default_factory=SpanRecorder)

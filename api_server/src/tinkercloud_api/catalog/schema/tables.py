@@ -384,6 +384,22 @@ class UsageHour(Table):
     engine_seconds: Mapped[float] = mapped_column(Double)
 
 
+class RunPoint(Table):
+    """Some successive optimizer steps of a run, as `run_curves.CurvePoint`."""
+
+    __tablename__ = "run_points"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    stride: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Steps of a full point. Only the points of a run's largest stride count."""
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    """Its number among the points of the curve, from 0."""
+    steps: Mapped[int]
+    step: Mapped[int]
+    at: Mapped[datetime]
+    metrics: Mapped[dict[str, Any]]
+
+
 class SamplerClientCount(Table):
     """How many clients have joined a sampling session."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import aiohttp
 import structlog
 
-from tinkercloud_api.providers.base import HeadEndpoint, RecordUsage
+from tinkercloud_api.providers.base import HeadEndpoint, RecordReport
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import Ready, TrainingSessionView
 from tinkercloud_api.providers.head_lease import hold_lease
@@ -45,13 +45,13 @@ class HeadEndpoints:
         self,
         api: Client,
         client: aiohttp.ClientSession,
-        record_usage: RecordUsage,
+        record_report: RecordReport,
         durability: DurabilityAnnotator,
     ) -> None:
-        """Create it; see `SessionProvider.start` for `record_usage`."""
+        """Create it; see `SessionProvider.start` for `record_report`."""
         self._api = api
         self._client = client
-        self._record_usage = record_usage
+        self._record_report = record_report
         self._durability = durability
         self._leases: dict[HeadEndpoint, asyncio.Task[None]] = {}
         self._cached: dict[str, _Cached] = {}
@@ -104,7 +104,7 @@ class HeadEndpoints:
 
     async def _hold_lease(self, endpoint: HeadEndpoint) -> None:
         try:
-            await hold_lease(self._client, endpoint, self._record_usage, self._durability.note)
+            await hold_lease(self._client, endpoint, self._record_report, self._durability.note)
         except (aiohttp.ClientError, OSError) as error:
             log.info("the lease of a session head has ended", why=type(error).__name__)
         finally:

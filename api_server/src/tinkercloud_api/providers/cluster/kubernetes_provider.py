@@ -24,7 +24,7 @@ from tinkercloud_api.providers.base import (
     HeadFailed,
     Pending,
     Placement,
-    RecordUsage,
+    RecordReport,
     ServedModel,
     SessionProvider,
     unknown_base_model,
@@ -84,7 +84,7 @@ class KubernetesProvider(SessionProvider):
         """Error of the last failed step of `acquire`, by name of the TrainingSession."""
         self._watching: list[asyncio.Task[None]] = []
 
-    async def start(self, record_usage: RecordUsage) -> None:
+    async def start(self, record_report: RecordReport) -> None:
         """See `SessionProvider.start`. Returns when all objects have been listed."""
         self._api = await Client.connect(self._namespace, labels.API_FIELD_MANAGER)
         self._client = open_client()
@@ -94,7 +94,7 @@ class KubernetesProvider(SessionProvider):
         self._base_models = Informer(self._api, "BaseModel", readable(read_base_model))
         self._placed = PlacedSessions(self._api, self._sessions)
         self._durability = DurabilityAnnotator(self._api, self._sessions.objects)
-        self._endpoints = HeadEndpoints(self._api, self._client, record_usage, self._durability)
+        self._endpoints = HeadEndpoints(self._api, self._client, record_report, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)
         for run in (self._sessions.run, self._base_models.run, self._tenants.run):

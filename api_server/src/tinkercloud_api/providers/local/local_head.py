@@ -31,7 +31,7 @@ from tinkercloud_api.providers.backoff import Backoff
 from tinkercloud_api.providers.base import (
     HeadEndpoint,
     HeadFailed,
-    RecordUsage,
+    RecordReport,
     ServedModel,
 )
 from tinkercloud_api.providers.head_lease import hold_lease
@@ -93,12 +93,12 @@ class LocalHead:
         model: ServedModel,
         settings: Settings,
         client: aiohttp.ClientSession,
-        record_usage: RecordUsage,
+        record_report: RecordReport,
     ) -> None:
         self._model = model
         self._settings = settings
         self._client = client
-        self._record_usage = record_usage
+        self._record_report = record_report
         self._folder = HeadFolder(folder_of(settings.state_dir, model.name))
         self._starting: asyncio.Task[HeadEndpoint] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -346,7 +346,7 @@ class LocalHead:
         while True:
             try:
                 # Its durability is asked from the head itself, which is on this machine.
-                await hold_lease(self._client, endpoint, self._record_usage, lambda _: None)
+                await hold_lease(self._client, endpoint, self._record_report, lambda _: None)
                 await asyncio.sleep(_LEASE_RETRY_SECONDS)
             except aiohttp.ClientConnectorError:
                 break

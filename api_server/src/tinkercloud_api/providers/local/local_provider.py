@@ -11,7 +11,7 @@ from tinkercloud_api.providers.base import (
     HeadEndpoint,
     Pending,
     Placement,
-    RecordUsage,
+    RecordReport,
     ServedModel,
     SessionProvider,
     unknown_base_model,
@@ -30,13 +30,13 @@ class LocalProvider(SessionProvider):
         self._models = {model.name: model for model in models}
         self._settings = settings
         self._client: aiohttp.ClientSession | None = None
-        self._record_usage: RecordUsage | None = None
+        self._record_report: RecordReport | None = None
         self._heads: dict[str, LocalHead] = {}
         self._tenants = tuple(Tenant(name, spec) for name, spec in settings.tenants.items())
 
-    async def start(self, record_usage: RecordUsage) -> None:
+    async def start(self, record_report: RecordReport) -> None:
         """See `SessionProvider.start`."""
-        self._client, self._record_usage = open_client(), record_usage
+        self._client, self._record_report = open_client(), record_report
         for model in self.models():
             await self.add_model(model)
 
@@ -48,9 +48,9 @@ class LocalProvider(SessionProvider):
         """
         head = self._heads.get(model.name)
         if head is None:
-            client, record_usage = self._client, self._record_usage
-            assert client is not None and record_usage is not None  # noqa: S101, PT018 - `start`
-            head = LocalHead(model, self._settings, client, record_usage)
+            client, record_report = self._client, self._record_report
+            assert client is not None and record_report is not None  # noqa: S101, PT018 - `start`
+            head = LocalHead(model, self._settings, client, record_report)
             await head.adopt()
             self._models[model.name], self._heads[model.name] = model, head
         if self._settings.preload:

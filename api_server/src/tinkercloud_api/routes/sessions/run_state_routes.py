@@ -19,9 +19,13 @@ from tinkercloud_api.routes.requests.call import wait_for_head
 from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.run_curves import CurvePoint, MetricValues
 from tinkercloud_protocol.requests.training_requests import TrainingName
 from tinkercloud_protocol.responses.run_states import (
+    CurveMetric,
     RunCheckpoint,
+    RunCurve,
+    RunCurvePoint,
     RunDetails,
     RunInfo,
     RunList,
@@ -74,6 +78,14 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     (info,) = await _infos([row], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
+
+
+@router.get("/runs/{run_id}/curve")
+async def show_curve(run_id: str, server: Server, caller: Caller) -> RunCurve:
+    """Return what a run's optimizer steps have reported, in a bounded number of points."""
+    row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
+    curve = await server.points.curve(row.id)
+    return RunCurve(run_id=row.id, points=[_curve_point(each) for each in curve.points])
 
 
 @router.post("/runs/{run_id}/save", responses=statuses("410"))
@@ -183,6 +195,21 @@ def _why_ended(session: Session) -> str:
         return "its model was deleted"
     detail = f", {session.finish_detail}" if session.finish_detail else ""
     return f"its session was ended ({session.finish_reason}{detail})"
+
+
+def _curve_point(point: CurvePoint) -> RunCurvePoint:
+    metrics = {name: _metric(values) for name, values in point.metrics.items()}
+    return RunCurvePoint(step=point.step, steps=point.steps, time=point.at, metrics=metrics)
+
+
+def _metric(values: MetricValues) -> CurveMetric:
+    is_finite = values.num_values > 0
+    return CurveMetric(
+        mean=values.mean,
+        low=values.low if is_finite else None,
+        high=values.high if is_finite else None,
+        not_finite=values.not_finite,
+    )
 
 
 def _checkpoint(manifest: CheckpointManifest) -> RunCheckpoint:

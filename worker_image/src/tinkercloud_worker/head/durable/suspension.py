@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import structlog
+from pydantic import ValidationError
 
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     BODIES,
@@ -36,6 +37,7 @@ from tinkercloud_protocol.wire.errors import (
 )
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId, RequestId
+from tinkercloud_protocol.wire.json_model import describe
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import (
@@ -212,6 +214,7 @@ class Suspension:
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
+            curve=bodies.add(model.operations.curve.stored()),
         )
 
     def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:
@@ -306,6 +309,7 @@ class Suspension:
             model.lineage = [each for each in manifest.lineage if each != own]
             model.operations.checkpoints.continue_after(manifest.created_at)
             model.operations.checkpoints.inherited = head.state.latest_checkpoint
+            _restore_curve(model, head)
             later = await asyncio.to_thread(
                 repeated,
                 model,
@@ -420,6 +424,19 @@ class Suspension:
         # The outcome of a request that waited in the state may be among the later ones.
         requests = list({each.seq_id: each for each in (*waiting, *later)}.values())
         model.queue.restore(QueueSnapshot(state.next_seq_id, requests, state.failure))
+
+
+def _restore_curve(model: LiveModel, head: SuspendedHead) -> None:
+    if head.state.curve is None:
+        return
+    try:
+        model.operations.curve.restore(head.body(head.state.curve))
+    except ValidationError as error:
+        log.warning(
+            "the curve of a run begins anew: this release can't read its earlier part",
+            model_id=str(model.model_id),
+            error=describe(error),
+        )
 
 
 async def _write_training(model: LiveModel, base_model: str, writer: StateWriter) -> str | None:

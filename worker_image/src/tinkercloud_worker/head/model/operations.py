@@ -75,6 +75,8 @@ class Operations:
         """Called after each change that the schedule counts."""
         self.engine = EngineModel(self._name, spec.owner, backend, self._engine_lost)
         """The model in the engine."""
+        self.curve = backend.curves.begin(self._name)
+        """What its steps report."""
         self._steps = 0
         self.num_changes = 0
         """How often the weights may have changed since this object was created."""
@@ -133,8 +135,10 @@ class Operations:
         if is_new:
             self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
         encode = partial(encode_output, request, batch, output)
-        body = encode() if runs_here else await asyncio.to_thread(encode)
-        return Result(body, future_responses.PROTOBUF)
+        encoded = encode() if runs_here else await asyncio.to_thread(encode)
+        if not batch.forward_only:
+            self.curve.count_pass(batch, encoded.metrics)
+        return Result(encoded.body, future_responses.PROTOBUF)
 
     async def _preparation(self, request: ForwardBackwardRequest) -> Callable[[], Batch]:
         limits, images = self._backend.trainer.limits, self._backend.images
@@ -157,6 +161,7 @@ class Operations:
         finally:
             self._count_change()
         self._steps = int(metrics["step"])
+        self.curve.count_step(self._steps, params, metrics["grad_norm"])
         return future_responses.finished({"metrics": dict(metrics)})
 
     async def save_weights(self, request: SaveWeightsRequest) -> Outcome:
@@ -330,6 +335,7 @@ class Operations:
 
     async def drop_gradient(self) -> None:
         """Drop the accumulated gradient."""
+        self.curve.drop_passes()
         self.engine.gradient_lost = None
         if self._refused is None:
             await self.engine.run_lightweight(
@@ -339,6 +345,7 @@ class Operations:
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
+        self._backend.curves.depart(self._name)
         await self.engine.remove()
         await self._samplers.retire_model(self._model_id)
 
@@ -364,6 +371,7 @@ class Operations:
         await self.engine.run(lambda: self._backend.trainer.import_state(self._name, saved.state))
         self._steps = saved.state.step
         self.engine.gradient_lost = None
+        self.curve.drop_passes()
         if saved.gradient is not None:
             await self.engine.restore_gradient(saved.gradient)
 

@@ -1,5 +1,7 @@
 """Where a batch is prepared and its output encoded, and how the latter is done."""
 
+from dataclasses import dataclass
+
 from tinkercloud_protocol.requests.payloads import encode_forward_backward_output
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_worker.engine.batch import Batch
@@ -26,8 +28,20 @@ def is_small(request: ForwardBackwardRequest) -> bool:
     )
 
 
-def encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOutput) -> bytes:
-    """Return the body of the result of a batch."""
+@dataclass(frozen=True, slots=True)
+class EncodedOutput:
+    """The result of a batch."""
+
+    body: bytes
+    """Of the response."""
+    metrics: dict[str, float]
+    """Those in the body."""
+
+
+def encode_output(
+    request: ForwardBackwardRequest, batch: Batch, output: LossOutput
+) -> EncodedOutput:
+    """Return the result of a batch."""
     outputs = {"logprobs": output.logprobs}
     # An uploaded loss has one value for each datum, not for each target.
     is_elementwise = batch.uploaded is None
@@ -39,4 +53,4 @@ def encode_output(request: ForwardBackwardRequest, batch: Batch, output: LossOut
         **batch.policy_metrics(output.logprobs),
         **balance_metrics(output.expert_tokens),
     }
-    return encode_forward_backward_output(outputs, metrics)
+    return EncodedOutput(encode_forward_backward_output(outputs, metrics), metrics)

@@ -1,4 +1,4 @@
-"""Reports of a head to the API servers that hold its lease: usage, and which models are durable.
+"""Reports of a head to the API servers that hold its lease: usage, curves, and durability.
 
 A report has what has changed since the previous one on the same connection, and the first has
 everything. A head that is killed loses what it has not reported: the usage of about a second.
@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.run_curves import CurveReport
 from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
 from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
@@ -17,13 +18,13 @@ from tinkercloud_worker.head.durable.durable_runs import Durability
 _GATHER_SECONDS = 1.0
 """Delay of a report after a request completes; requests that complete meanwhile are included."""
 _MAX_ENTRIES = 50
-"""Entries of a line."""
+"""Entries or points of a line."""
 
 
 async def lease_reports(
     backend: Backend, durability: Durability, drained: asyncio.Event
 ) -> AsyncIterator[bytes]:
-    """Yield reports, one a line, whenever usage or durability has changed.
+    """Yield reports, one a line, whenever usage, a curve or durability has changed.
 
     Args:
         backend: the parts of the head.
@@ -35,7 +36,12 @@ async def lease_reports(
     ended = asyncio.create_task(drained.wait())
     revision = 0
     reported: Mapping[str, str | None] | None = None
-    with backend.usage.notifying(changed.set), durability.observed_by(changed.set):
+    curves = dict[str, tuple[int, int]]()
+    with (
+        backend.usage.notifying(changed.set),
+        backend.curves.notifying(changed.set),
+        durability.observed_by(changed.set),
+    ):
         try:
             is_last = False
             while not is_last:
@@ -51,7 +57,7 @@ async def lease_reports(
                     yield report.model_dump_json().encode() + b"\n"
                 # In a thread, because the first report has everything.
                 revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
-                for line in _usage(backend, counts):
+                for line in (*_usage(backend, counts), *_curves(backend, curves)):
                     yield line
         finally:
             ended.cancel()
@@ -73,6 +79,24 @@ def _usage(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
             entries=[_entry(count) for count in counts[start : start + _MAX_ENTRIES]],
         )
         yield report.model_dump_json().encode() + b"\n"
+
+
+def _curves(backend: Backend, reported: dict[str, tuple[int, int]]) -> Iterator[bytes]:
+    """Yield what has changed in the curves of the models.
+
+    Args:
+        backend: the parts of the head.
+        reported: the stride and the number of steps of what was reported of each model; updated.
+    """
+    earlier = dict(reported)
+    reported.clear()
+    for name, curve in backend.curves.all():
+        changed = curve.since(*earlier.get(name, (0, 0)))
+        reported[name] = curve.stride, curve.num_steps
+        for start in range(0, len(changed), _MAX_ENTRIES):
+            points = list(changed[start : start + _MAX_ENTRIES])
+            report = CurveReport(curve_of=name, stride=curve.stride, points=points)
+            yield report.model_dump_json().encode() + b"\n"
 
 
 def _entry(count: HourOfUsage) -> UsageEntry:

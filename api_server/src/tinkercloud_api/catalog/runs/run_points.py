@@ -1,0 +1,91 @@
+"""The curves of runs, as heads report them.
+
+A row has its number of steps, which only grows. A report that is late or repeated, or recorded by
+several servers, therefore changes nothing that is already known.
+"""
+
+from datetime import datetime
+from typing import cast
+
+from sqlalchemy import CursorResult, delete, select
+from sqlalchemy import Table as SqlTable
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tinkercloud_api.catalog.schema.statements import Statements
+from tinkercloud_api.catalog.schema.tables import RunPoint, TrainingRun
+from tinkercloud_protocol.heads.run_curves import Curve, CurvePoint, CurveReport
+
+_TABLE = cast("SqlTable", RunPoint.__table__)
+_VALUES = ("steps", "step", "at", "metrics")
+_MAX_FORGOTTEN = 100
+"""Runs whose points one call of `forget` deletes at most."""
+
+
+class RunPoints(Statements):
+    """Records and returns the points of runs."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Create it in a catalog's database."""
+        super().__init__(engine)
+        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
+        add = insert(_TABLE)
+        self._add = add.on_conflict_do_update(
+            index_elements=list(_TABLE.primary_key),
+            set_={name: add.excluded[name] for name in _VALUES},
+            where=add.excluded.steps >= _TABLE.c.steps,
+        )
+
+    async def record(self, report: CurveReport) -> None:
+        """Record a report. It may be repeated, and late. That of an unknown run is ignored.
+
+        Raises:
+            Unavailable: the database does not respond; the report was not recorded.
+        """
+        run_id, stride = report.curve_of, report.stride
+        rows = [_row(run_id, stride, point) for point in report.points]
+        if not rows:
+            return
+        async with self._writing() as db:
+            known = select(TrainingRun.id).where(TrainingRun.id == run_id)
+            if await db.scalar(known) is None:
+                return
+            await db.execute(self._add, rows)
+            if rows[0]["number"] == 0:
+                merged = (RunPoint.run_id == run_id, RunPoint.stride < stride)
+                await db.execute(delete(RunPoint).where(*merged))
+
+    async def curve(self, run_id: str) -> Curve:
+        """Return the points of a run, the earliest first; none if it has reported none."""
+        query = select(RunPoint).where(RunPoint.run_id == run_id)
+        rows = await self._all(query.order_by(RunPoint.stride.desc(), RunPoint.number))
+        if not rows:
+            return Curve()
+        stride = rows[0].stride
+        return Curve(stride, [_point(row) for row in rows if row.stride == stride])
+
+    async def forget(self, before: datetime) -> bool:
+        """Delete the points of some runs without a request since a time; say if there were any."""
+        last_used = TrainingRun.last_request_at
+        old = select(TrainingRun.id).where(
+            last_used < before, select(RunPoint).where(RunPoint.run_id == TrainingRun.id).exists()
+        )
+        chosen = old.limit(_MAX_FORGOTTEN)
+        async with self._writing() as db:
+            deleted = await db.execute(delete(RunPoint).where(RunPoint.run_id.in_(chosen)))
+            return isinstance(deleted, CursorResult) and bool(deleted.rowcount)
+
+
+def _row(run_id: str, stride: int, point: CurvePoint) -> dict[str, object]:
+    return {
+        "run_id": run_id,
+        "stride": stride,
+        "number": point.index,
+        **{name: getattr(point, name) for name in _VALUES},
+    }
+
+
+def _point(row: RunPoint) -> CurvePoint:
+    return CurvePoint(
+        index=row.number, steps=row.steps, step=row.step, at=row.at, metrics=row.metrics
+    )

@@ -1,0 +1,27 @@
+"""Records what heads report to the API servers that hold their leases."""
+
+from dataclasses import dataclass
+
+from tinkercloud_api.catalog.runs.run_points import RunPoints
+from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
+from tinkercloud_protocol.heads.run_curves import CurveReport
+from tinkercloud_protocol.heads.usage_reports import UsageReport
+
+
+@dataclass(frozen=True, slots=True)
+class HeadReports:
+    """Records the reports of heads in the catalog."""
+
+    usage: UsageLedger
+    points: RunPoints
+
+    async def record(self, report: UsageReport | CurveReport) -> None:
+        """Record a report. It may be repeated, and late.
+
+        Raises:
+            Unavailable: the catalog does not respond; the report was not recorded.
+        """
+        if isinstance(report, CurveReport):
+            await self.points.record(report)
+        else:
+            await self.usage.record(report)
