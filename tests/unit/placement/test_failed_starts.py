@@ -9,11 +9,10 @@ import aiohttp
 import pytest
 
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, ServedModel
+from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, HeadReport, ServedModel
 from tinkercloud_api.providers.local.head_folder import HeadFolder
 from tinkercloud_api.providers.local.local_head import LocalHead, _Killed
 from tinkercloud_api.providers.local.local_provider import LocalProvider
-from tinkercloud_protocol.heads.usage_reports import UsageReport
 
 UNREACHABLE = HeadEndpoint("http://127.0.0.1:1", "", "g1")
 LOGGED = "UserWarning: KeyError: 'rope_scaling' is ignored\nloading\n"
@@ -23,7 +22,7 @@ def folder_of(head: LocalHead) -> HeadFolder:
     return HeadFolder(head.unsaved.parent)
 
 
-async def ignore(_report: UsageReport) -> None: ...
+async def ignore(_report: HeadReport) -> None: ...
 
 
 @pytest.fixture

@@ -9,18 +9,23 @@ import pytest
 from structlog.testing import capture_logs
 
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed, Placement, ServedModel
+from tinkercloud_api.providers.base import (
+    HeadEndpoint,
+    HeadFailed,
+    HeadReport,
+    Placement,
+    ServedModel,
+)
 from tinkercloud_api.providers.local import local_head
 from tinkercloud_api.providers.local.local_head import LocalHead
 from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_testing.bare_heads import until
 
 MODEL = ServedModel("m", 8)
 
 
-async def ignore(_report: UsageReport) -> None: ...
+async def ignore(_report: HeadReport) -> None: ...
 
 
 @pytest.fixture

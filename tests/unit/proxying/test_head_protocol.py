@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.providers.base import HeadEndpoint, Placement, ServedModel
+from tinkercloud_api.providers.base import HeadEndpoint, HeadReport, Placement, ServedModel
 from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import Ready, TrainingSessionView
@@ -29,7 +29,6 @@ from tinkercloud_protocol.heads.launch import (
     protocol_refusal,
 )
 from tinkercloud_protocol.heads.releases import Versions, this_release
-from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head, served
 from tinkercloud_worker.head.serve import reports
@@ -46,7 +45,7 @@ SPOKEN = {
 """Whether this release can use a head that speaks these versions."""
 
 
-async def ignore(_report: UsageReport) -> None: ...
+async def ignore(_report: HeadReport) -> None: ...
 
 
 class OfCluster(OneHead):

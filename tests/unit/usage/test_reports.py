@@ -7,7 +7,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.providers.base import HeadEndpoint, HeadReport
 from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
 from tinkercloud_protocol.heads.usage_reports import UsageReport
@@ -30,10 +30,11 @@ class Recorder:
         self.has_failed = asyncio.Event()
         self._changed = asyncio.Event()
 
-    async def __call__(self, report: UsageReport) -> None:
+    async def __call__(self, report: HeadReport) -> None:
         if self._failures:
             self.has_failed.set()
             raise self._failures.pop()
+        assert isinstance(report, UsageReport)
         self.generations.add(report.generation)
         self.tokens |= {entry.model_id: entry.trained_tokens for entry in report.entries}
         self._changed.set()

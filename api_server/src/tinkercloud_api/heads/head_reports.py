@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
+from tinkercloud_api.providers.base import HeadReport
 from tinkercloud_protocol.heads.run_curves import CurveReport
-from tinkercloud_protocol.heads.usage_reports import UsageReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class HeadReports:
     usage: UsageLedger
     points: RunPoints
 
-    async def record(self, report: UsageReport | CurveReport) -> None:
+    async def record(self, report: HeadReport) -> None:
         """Record a report. It may be repeated, and late.
 
         Raises:

@@ -13,7 +13,8 @@ from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
-RecordReport = Callable[[UsageReport | CurveReport], Awaitable[None]]
+HeadReport = UsageReport | CurveReport
+RecordReport = Callable[[HeadReport], Awaitable[None]]
 """Records a report of a head, which may be repeated. Raises Unavailable if it can't."""
 
 

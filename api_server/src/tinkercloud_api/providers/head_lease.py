@@ -8,10 +8,8 @@ import aiohttp
 import structlog
 from pydantic import TypeAdapter, ValidationError
 
-from tinkercloud_api.providers.base import HeadEndpoint, RecordReport
+from tinkercloud_api.providers.base import HeadEndpoint, HeadReport, RecordReport
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
-from tinkercloud_protocol.heads.run_curves import CurveReport
-from tinkercloud_protocol.heads.usage_reports import UsageReport
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_protocol.wire.json_model import describe
@@ -19,8 +17,8 @@ from tinkercloud_protocol.wire.json_model import describe
 log = structlog.get_logger(__name__)
 
 _RETRY_SECONDS = 1.0
-_Report = UsageReport | CurveReport | DurabilityReport
-_REPORT = TypeAdapter[_Report](_Report)
+_Line = HeadReport | DurabilityReport
+_LINE = TypeAdapter[_Line](_Line)
 
 
 async def hold_lease(
@@ -51,7 +49,7 @@ async def hold_lease(
             raise aiohttp.ClientError(f"{routes.HEAD_LEASE} returned status {response.status}")
         async for line in _lines(response.content.iter_any()):
             try:
-                report = _REPORT.validate_json(line)
+                report = _LINE.validate_json(line)
             except ValidationError as error:
                 log.warning("ignoring an unreadable report of a head", error=describe(error))
                 continue
@@ -61,7 +59,7 @@ async def hold_lease(
                 await _record(report, record_report)
 
 
-async def _record(report: UsageReport | CurveReport, record_report: RecordReport) -> None:
+async def _record(report: HeadReport, record_report: RecordReport) -> None:
     """Record a report, when the catalog responds. Meanwhile the head collects what follows."""
     while True:
         try:
