@@ -334,3 +334,30 @@ def test_a_run_of_another_owner_does_not_exist_and_saves_and_stops_are_audited(
         (each["event"], each["status"]) for each in entries if client.run in each.get("objects", [])
     }
     assert {("checkpoint_write", 200), ("run_stop", 200)} <= named
+
+
+def test_the_curve_of_a_run_continues_after_its_head_was_killed(server: Server) -> None:
+    client = Client(server)
+    assert "has taken no optimizer step yet" in runs(server, "curve", client.run).stdout
+    losses = [client.step(), client.step()]
+    server.kill_heads()
+    losses.append(client.step())
+    assert None not in losses
+    wait_until(lambda: len(curve(server, client.run)) == 3, "three points of the curve")
+
+    shown = [point["metrics"]["loss"] for point in curve(server, client.run)]
+
+    assert [point["step"] for point in curve(server, client.run)] == [1, 2, 3]
+    assert [values["mean"] for values in shown] == pytest.approx(
+        [loss / 4 for loss in losses if loss is not None]
+    )
+    printed = runs(server, "curve", client.run).stdout
+    assert all(f"{values['mean']:.5g}" in printed for values in shown)
+    client.process.kill()
+    runs(server, "stop", client.run, "--yes")
+    assert len(curve(server, client.run)) == 3
+
+
+def curve(server: Server, run: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(runs(server, "curve", run, "--json").stdout)["points"]
+    return found

@@ -71,6 +71,7 @@ def reads(of: Names) -> list[Call]:
         Call(f"GET {run}"),
         Call(f"GET {run}/checkpoints"),
         Call("GET /api/v1/runs/{run_id}"),
+        Call("GET /api/v1/runs/{run_id}/curve"),
         Call(f"GET {run}{checkpoint}/archive"),
         Call(
             f"GET {run}{checkpoint}/external_weights_urls",
