@@ -22,6 +22,7 @@ from tinkercloud_api.commands import (
     catalog_commands,
     checkpoint_commands,
     cluster_commands,
+    console_command,
     demo_command,
     drain_command,
     model_commands,
@@ -75,6 +76,7 @@ app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
 app.command("plan")(plan_command.plan_model)
+app.command("console")(console_command.open_console)
 app.command("usage")(usage_commands.show_usage)
 app.add_typer(audit_commands.app, name="audit")
 

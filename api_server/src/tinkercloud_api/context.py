@@ -7,6 +7,7 @@ from fastapi import Depends, Request
 
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.access.auth import Authenticator, Principal
+from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
 from tinkercloud_api.catalog.runs.run_points import RunPoints
@@ -63,6 +64,7 @@ class Context:
     deliveries: Deliveries
     direct_sessions: DirectSessions
     sampling_sessions: SamplingSessions
+    browsers: BrowserSessions
     usage: UsageLedger
     points: RunPoints
     sampler_clients: SamplerClients

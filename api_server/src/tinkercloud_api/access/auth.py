@@ -19,7 +19,7 @@ from tinkercloud_api.access.access_versions import AccessVersions
 from tinkercloud_api.access.effects import Effect
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
-from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config.settings import KEY_PREFIX
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
@@ -226,6 +226,18 @@ class Authenticator:
         self._record_use(principal.key_id)
         return principal
 
+    async def holder_of(self, key_id: int) -> Principal:
+        """Return the holder of the key with an id.
+
+        Raises:
+            Unauthenticated: the key was revoked or has expired, or its owner is disabled.
+        """
+        version = await self._versions.current()
+        row = await self._catalog.key_numbered(key_id)
+        if row is None or not row.is_valid(now()) or key_id in self._revoked:
+            raise Unauthenticated("the API key of this session has ended; log in with another one")
+        return await self._of_row(row, None, version)
+
     async def reader(self, caller: Principal, token: str | None) -> Principal:
         """Return whose access counts for reading a checkpoint.
 
@@ -306,9 +318,25 @@ class Authenticator:
             row = await self._catalog.key(key_hash)
         if row is None:
             return None
+        try:
+            return await self._of_row(row, ends_at, version)
+        except Unauthenticated:
+            self._cached.pop(key_hash, None)
+            raise
+
+    async def _of_row(self, row: ApiKey, ends_at: datetime | None, version: int) -> Principal:
+        """Return the holder of a key.
+
+        Args:
+            row: the key.
+            ends_at: when what was sent instead of it expires; None if that is the key itself.
+            version: the version of access rights.
+
+        Raises:
+            Unauthenticated: the owner is disabled.
+        """
         user = await self._catalog.user(row.owner)
         if user is not None and user.disabled_at is not None:
-            self._cached.pop(key_hash, None)
             raise Unauthenticated(
                 f"X-API-Key: the owner {row.owner!r} is disabled; ask an administrator to enable it"
             )

@@ -5,6 +5,7 @@
 /hf/...                  routes.models.hub_mirror: the tokenizer mirror
 /traces/...              routes.sessions.traces: traces of sessions, by signed URLs
 /downloads/...           routes.checkpoints.download_routes: files of checkpoints, by signed URLs
+/console                 console.console_pages: pages for browsers
 /healthz /readyz /livez  routes.health
 /openapi.json            serve.openapi: the API description
 /metrics                 web.middleware.metrics_server, on a port of its own
@@ -26,10 +27,12 @@ from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.access.auth import Authenticator, hash_key
+from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.runs.admission import RunQuotas
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.runs.run_points import RunPoints
@@ -44,6 +47,7 @@ from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.storage_quota import StorageQuota
 from tinkercloud_api.config import api_metrics
 from tinkercloud_api.config.settings import KEY_PREFIX, Settings
+from tinkercloud_api.console import console_pages
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries
@@ -121,6 +125,7 @@ _ROUTED = (
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
+    console_pages,
     *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
 )
 """Modules with the routes that FastAPI serves."""
@@ -236,6 +241,7 @@ async def running_context(
         imports=Imports(catalog, training_runs, stored_runs, projects, settings.max_import_bytes),
         direct_sessions=DirectSessions(catalog, training_runs),
         sampling_sessions=_samplers(catalog, checkpoints, locator, training_runs, activity),
+        browsers=BrowserSessions(ConsoleTokens(engine), authenticator),
         usage=UsageLedger(engine),
         points=RunPoints(engine),
         sampler_clients=SamplerClients(engine),

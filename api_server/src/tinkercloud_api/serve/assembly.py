@@ -111,6 +111,7 @@ HOUSEKEEPING = (
     Step("release ended sessions", lambda s: s.context.locator.deleted.release_leftovers(now())),
     Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
     Step("delete old curves", _forget_curves),
+    Step("forget ended browser sessions", lambda s: s.context.browsers.tokens.forget(now())),
     Step("measure storage", lambda s: s.context.billing.measure(hour_of(now()) // 24)),
 )
 """Periodic steps, every `Settings.housekeeping_seconds`, one after another."""

@@ -29,6 +29,8 @@ class Authentication(StrEnum):
     """By an API key or an access token, before anything else is done."""
     SIGNED_URL = "signed URL"
     """By the signature in the URL: of uploads before anything else is done, else by the handler."""
+    BROWSER = "browser session"
+    """By the cookie of a session that an API key has opened, by the handler."""
     LOGIN = "login"
     """At the OpenID provider, by the handler."""
     NONE = "none"
@@ -45,6 +47,7 @@ AREAS: tuple[tuple[str, Authentication], ...] = (
     ("/hf/", Authentication.NONE),
     *((path, Authentication.LOGIN) for path in login_pages.PATHS),
     *((path, Authentication.NONE) for path in ("/livez", "/readyz", "/healthz", "/health")),
+    *((path, Authentication.BROWSER) for path in ("/console", "/console/")),
     ("/openapi.json", Authentication.NONE),
 )
 """How callers of a path are authenticated, or of all paths below it if it ends with a slash.

@@ -22,6 +22,13 @@ class TokenAnswer(Answer):
     jwt: str
 
 
+class ConsoleLink(Answer):
+    """POST auth/console."""
+
+    path: str
+    """Path and query of the link, which works once, within ten minutes."""
+
+
 class AuditEvent(Answer):
     """A request that changed something."""
 

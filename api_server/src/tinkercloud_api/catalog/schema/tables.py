@@ -400,6 +400,20 @@ class RunPoint(Table):
     metrics: Mapped[dict[str, Any]]
 
 
+class ConsoleToken(Table):
+    """A link to the console that was not used, or the session of a browser."""
+
+    __tablename__ = "console_tokens"
+
+    token_hash: Mapped[str] = mapped_column(primary_key=True)
+    """SHA-256 of the token, hex."""
+    is_link: Mapped[bool]
+    key_id: Mapped[int] = mapped_column(index=True)
+    """The API key whose rights it has."""
+    created_at: Mapped[datetime]
+    expires_at: Mapped[datetime] = mapped_column(index=True)
+
+
 class SamplerClientCount(Table):
     """How many clients have joined a sampling session."""
 

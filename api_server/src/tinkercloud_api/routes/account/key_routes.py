@@ -3,8 +3,9 @@
 from fastapi import APIRouter
 
 from tinkercloud_api.access.effects import READS, changes, declares, names_no_object
+from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.responses.account_listings import TokenAnswer
+from tinkercloud_protocol.responses.account_listings import ConsoleLink, TokenAnswer
 from tinkercloud_protocol.responses.listings import ApiKeyInfo
 
 router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
@@ -16,6 +17,15 @@ router = APIRouter(prefix="/api/v1/auth", tags=["keys"])
 async def issue_token(server: Server, caller: Caller) -> TokenAnswer:
     """Return an access token (JWT) for the key of the request, which is valid for an hour."""
     return TokenAnswer(jwt=server.authenticator.token(caller))
+
+
+@router.post("/console")
+@declares(changes("console_open"))
+@names_no_object
+async def open_console(server: Server, caller: Caller) -> ConsoleLink:
+    """Return a link that opens the console once, with the rights of the key of the request."""
+    token = await server.browsers.link(caller, now())
+    return ConsoleLink(path=f"/console/login?link={token}")
 
 
 @router.get("/apikey/me")

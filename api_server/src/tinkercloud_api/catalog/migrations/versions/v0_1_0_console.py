@@ -1,9 +1,9 @@
-"""The curves of runs."""
+"""The curves of runs, and the sessions of browsers in the console."""
 
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0.1.0_run_points"
+revision = "0.1.0_console"
 down_revision = "0.1.0_chain_and_storage"
 branch_labels = None
 depends_on = None
@@ -22,3 +22,14 @@ def upgrade() -> None:
         sa.Column("metrics", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("run_id", "stride", "number"),
     )
+    op.create_table(
+        "console_tokens",
+        sa.Column("token_hash", sa.String(), nullable=False),
+        sa.Column("is_link", sa.Boolean(), nullable=False),
+        sa.Column("key_id", sa.Integer(), nullable=False),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("token_hash"),
+    )
+    for column in ("key_id", "expires_at"):
+        op.create_index(f"ix_console_tokens_{column}", "console_tokens", [column])

@@ -1,0 +1,51 @@
+"""Links to the console and sessions of browsers, each bound to an API key.
+
+The catalog has only their hashes. They end with their key, and on all servers at once.
+"""
+
+from datetime import datetime
+
+from sqlalchemy import delete, select
+
+from tinkercloud_api.catalog.schema.statements import Statements
+from tinkercloud_api.catalog.schema.tables import ApiKey, ConsoleToken
+
+
+class ConsoleTokens(Statements):
+    """A part of the catalog's queries."""
+
+    async def add(self, row: ConsoleToken) -> None:
+        """Record a link or a session."""
+        async with self._writing() as db:
+            db.add(row)
+
+    async def use_link(self, token_hash: str, moment: datetime) -> int | None:
+        """Use up a link; return the id of its key, or None if it is unknown or has expired."""
+        used = delete(ConsoleToken).where(
+            ConsoleToken.token_hash == token_hash, ConsoleToken.is_link
+        )
+        returned = used.returning(ConsoleToken.key_id, ConsoleToken.expires_at)
+        async with self._writing() as db:
+            row = (await db.execute(returned)).first()
+        return row[0] if row is not None and row[1] > moment else None
+
+    async def key_of_session(self, token_hash: str, moment: datetime) -> int | None:
+        """Return the id of the key of a session; None if it is unknown or has expired."""
+        query = select(ConsoleToken).where(
+            ConsoleToken.token_hash == token_hash, ConsoleToken.is_link.is_(False)
+        )
+        row = await self._one(query)
+        return row.key_id if row is not None and row.expires_at > moment else None
+
+    async def end_session(self, token_hash: str) -> None:
+        """End a session. This is idempotent."""
+        await self._change(delete(ConsoleToken).where(ConsoleToken.token_hash == token_hash))
+
+    async def end_sessions(self, owner: str) -> None:
+        """End all sessions of an owner, and the links. This is idempotent."""
+        keys = select(ApiKey.id).where(ApiKey.owner == owner)
+        await self._change(delete(ConsoleToken).where(ConsoleToken.key_id.in_(keys)))
+
+    async def forget(self, moment: datetime) -> None:
+        """Remove what has expired."""
+        await self._change(delete(ConsoleToken).where(ConsoleToken.expires_at <= moment))

@@ -1,0 +1,24 @@
+"""`tinkercloud console`: a link that opens the console in a browser."""
+
+from typing import Annotated
+
+import typer
+
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, say, server_url
+
+
+def open_console(
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    browser: Annotated[
+        bool, typer.Option("--open", help="Open the link in the browser of this machine.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print a link that opens the console once, within ten minutes, with the rights of the key."""
+    link = request("POST", base_url, api_key, "auth/console")["path"]
+    url = server_url(base_url) + link
+    say(url, {"url": url}, as_json=as_json)
+    if browser:
+        typer.launch(url)

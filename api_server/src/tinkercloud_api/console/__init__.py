@@ -1,0 +1,1 @@
+"""The console: pages about runs and usage for browsers."""

@@ -1,0 +1,240 @@
+"""The pages below /console, for browsers. They work without scripts and load only their own files.
+
+Each page shows what a call of the API returns, which its foot names, with the rights of the API key
+that opened the browser's session.
+"""
+
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import parse_qs, quote
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, RedirectResponse, Response
+from fastapi.routing import APIRoute
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+from tinkercloud_api.access.browser_sessions import BrowserSession
+from tinkercloud_api.access.effects import READS, declares, names_no_object
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.config.readable import binary_size
+from tinkercloud_api.console import page_texts
+from tinkercloud_api.console.charts import HEIGHT, WIDTH, chart
+from tinkercloud_api.context import Context, Server, get_context
+from tinkercloud_api.routes.account import usage_routes
+from tinkercloud_api.routes.sessions import run_state_routes
+from tinkercloud_protocol.wire.errors import Unauthenticated, WireError
+from tinkercloud_protocol.wire.json_model import sentences
+
+PREFIX = "/console"
+COOKIE = "tinkercloud-console"
+_PAGE = 50
+"""Runs of a page."""
+_USAGE_ROWS = 1000
+_METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens")
+_STYLE = "text/css; charset=utf-8"
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_FOLDER = Path(str(files("tinkercloud_api.console")))
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(_FOLDER / "templates"),
+    autoescape=select_autoescape(default=True),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters |= {
+    "shown": page_texts.shown,
+    "number": page_texts.number,
+    "moment": page_texts.moment,
+    "size": binary_size,
+    "segment": lambda text: quote(text, safe=":"),
+}
+_TEMPLATES.globals |= {"width": WIDTH, "height": HEIGHT}
+
+
+class PageRoute(APIRoute):
+    """A route whose errors are pages."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handle = super().get_route_handler()
+
+        async def handle_page(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Unauthenticated as error:
+                if request.method == "GET":
+                    return _login_page(error.message, HTTPStatus.UNAUTHORIZED)
+                return _failure(error.message, error.status)
+            except WireError as error:
+                return _failure(error.message, error.status)
+            except RequestValidationError as error:
+                faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
+                return _failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
+
+        return handle_page
+
+
+router = APIRouter(prefix=PREFIX, route_class=PageRoute, include_in_schema=False)
+
+
+async def _session(request: Request) -> BrowserSession:
+    server = get_context(request)
+    return await server.browsers.find(request.cookies.get(COOKIE), now())
+
+
+Session = Annotated[BrowserSession, Depends(_session)]
+
+
+@router.get("")
+async def start() -> Response:
+    """Lead to the runs."""
+    return RedirectResponse(f"{PREFIX}/runs", HTTPStatus.SEE_OTHER)
+
+
+@router.get("/console.css")
+async def style() -> Response:
+    """Return the style of all pages."""
+    content = (_FOLDER / "static" / "console.css").read_bytes()
+    return Response(content, media_type=_STYLE, headers={"Cache-Control": "max-age=300"})
+
+
+@router.get("/login")
+async def show_login(link: str | None = None) -> Response:
+    """Show the form that opens a session with an API key, or with a link that was printed."""
+    return _page("login.html", link=link, problem=None)
+
+
+@router.post("/login")
+@declares(READS)
+async def log_in(request: Request, server: Server) -> Response:
+    """Open a session, and lead to the runs.
+
+    Raises:
+        Unauthenticated: the key or the link is not valid.
+    """
+    sent = await _form(request)
+    try:
+        if "link" in sent:
+            session = await server.browsers.open_with_link(sent["link"], now())
+        else:
+            session = await server.browsers.open_with_key(sent.get("key", "").strip(), now())
+    except Unauthenticated as error:
+        return _login_page(error.message, HTTPStatus.UNAUTHORIZED)
+    answer = RedirectResponse(f"{PREFIX}/runs", HTTPStatus.SEE_OTHER)
+    _set_cookie(answer, request, server, session.token)
+    return answer
+
+
+@router.post("/logout")
+@declares(READS)
+async def log_out(request: Request, server: Server, session: Session) -> Response:
+    """End the session of the browser, or all sessions of its owner."""
+    sent = await _form(request)
+    session.check_form(sent.get("form_token"))
+    await server.browsers.end(session, everywhere=sent.get("everywhere") == "yes")
+    answer = RedirectResponse(f"{PREFIX}/login", HTTPStatus.SEE_OTHER)
+    answer.delete_cookie(COOKIE, path=PREFIX)
+    return answer
+
+
+@router.get("/runs")
+@names_no_object
+async def list_runs(
+    server: Server, session: Session, page: Annotated[int, Query(ge=1, le=1_000_000)] = 1
+) -> Response:
+    """Show the runs that the caller may see."""
+    offset = (page - 1) * _PAGE
+    found = await run_state_routes.list_runs(
+        server, session.caller, None, _PAGE, offset, "accessible"
+    )
+    return _page(
+        "runs.html",
+        session=session,
+        runs=found.runs,
+        total=found.total_count,
+        page=page,
+        pages=max(1, -(-found.total_count // _PAGE)),
+        twin=f"runs?access_scope=accessible&limit={_PAGE}&offset={offset}",
+        command="tinkercloud runs list --all",
+    )
+
+
+@router.get("/runs/{run_id}")
+async def show_run(
+    run_id: str,
+    server: Server,
+    session: Session,
+    follow: Annotated[int | None, Query(ge=2, le=3600)] = None,
+) -> Response:
+    """Show a run: its curves, its state and its checkpoints."""
+    run = await run_state_routes.show_run(run_id, server, session.caller)
+    curve = await run_state_routes.show_curve(run_id, server, session.caller)
+    charts = [found for name in _METRICS if (found := chart(name, curve.points)) is not None]
+    answer = _page(
+        "run.html",
+        session=session,
+        run=run,
+        points=curve.points,
+        metrics=[name for name in _METRICS if any(name in each.metrics for each in curve.points)],
+        charts=charts,
+        follow=follow,
+        twin=f"runs/{quote(run_id, safe=':')}/curve",
+        command=f"tinkercloud runs curve {run_id} --watch",
+    )
+    if follow is not None:
+        answer.headers["Refresh"] = str(follow)
+    return answer
+
+
+@router.get("/usage")
+@names_no_object
+async def show_usage(server: Server, session: Session) -> Response:
+    """Show what was used, by owner and day, and what checkpoints occupy."""
+    found = await usage_routes.show_usage(
+        server, session.caller, "day", limit=_USAGE_ROWS, offset=0, access_scope="accessible"
+    )
+    return _page(
+        "usage.html",
+        session=session,
+        usage=found.usage,
+        storage=found.storage,
+        twin=f"usage?by=day&access_scope=accessible&limit={_USAGE_ROWS}",
+        command="tinkercloud usage --by day --all",
+    )
+
+
+def _set_cookie(answer: Response, request: Request, server: Context, token: str) -> None:
+    public_url = server.settings.public_url
+    is_https = request.url.scheme == "https" or (public_url or "").startswith("https:")
+    answer.set_cookie(COOKIE, token, path=PREFIX, secure=is_https, httponly=True, samesite="strict")
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """Return the fields of a form; of a field that was sent twice, the last value."""
+    text = (await request.body()).decode("utf-8", errors="replace")
+    return {name: values[-1] for name, values in parse_qs(text, max_num_fields=20).items()}
+
+
+def _page(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HTMLResponse:
+    filled = {"session": None, **values}
+    content = _TEMPLATES.get_template(template).render(filled)
+    return HTMLResponse(content, status_code=status, headers=_HEADERS)
+
+
+def _login_page(problem: str, status: int) -> HTMLResponse:
+    return _page("login.html", status, link=None, problem=problem)
+
+
+def _failure(message: str, status: int) -> HTMLResponse:
+    return _page("failure.html", status, message=message, code=int(status))
