@@ -10,11 +10,11 @@ from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
+from tinkercloud_worker.engine.run_curves import Curves
 from tinkercloud_worker.engine.sampling.sampler_interface import EngineScaler, Sampler
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
-from tinkercloud_worker.head.model.run_curve import Curves
 from tinkercloud_worker.head.wire.image_work import ImageWork
 from tinkercloud_worker.head.wire.request_times import SpanRecorder
 from tinkercloud_worker.head.wire.token_limits import TokenLimits

@@ -1,0 +1,186 @@
+"""The console in a browser without scripts: links, sessions, and what pages show to whom."""
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import tinker
+from typer.testing import CliRunner
+
+from tinkercloud_api.cli import app
+from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.waiting import wait_until
+
+MODEL = "tiny/llama"
+SCRIPT = '<script>alert("x")</script>\u202e\x07'
+FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
+
+
+class Browser:
+    """Keeps cookies, sends forms and follows no redirects, like a browser of these pages."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.http = httpx.Client(base_url=server.url)
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(path)
+
+    def send(self, path: str, fields: Mapping[str, str]) -> httpx.Response:
+        return self.http.post(path, data=fields)
+
+    def log_in(self, key: str = API_KEY) -> "Browser":
+        """Open a session with the link that the command prints."""
+        path = link(self.server, key)
+        token = path.partition("link=")[2]
+        assert f'name="link" value="{token}"' in self.get(path).text
+        assert self.send("/console/login", {"link": token}).status_code == 303
+        return self
+
+    def form_token(self) -> str:
+        (found,) = FORM_TOKEN.findall(self.get("/console/runs").text)
+        return str(found)
+
+
+def link(server: Server, key: str = API_KEY) -> str:
+    command = ["console", "--base-url", server.url, "--api-key", key, "--json"]
+    printed = CliRunner().invoke(app, command)
+    assert printed.exit_code == 0, printed.output
+    parts = urlsplit(json.loads(printed.stdout)["url"])
+    return f"{parts.path}?{parts.query}"
+
+
+@pytest.fixture
+def browser(server: Server) -> Browser:
+    return Browser(server).log_in()
+
+
+@pytest.fixture(scope="module")
+def training(server: Server) -> tinker.TrainingClient:
+    """Return a run that has taken three steps and whose name is an attack."""
+    client = tinker.ServiceClient(
+        base_url=server.url, api_key=API_KEY, user_metadata={"a": SCRIPT}, display_name=SCRIPT
+    )
+    training = client.create_lora_training_client(base_model=MODEL, rank=4, seed=1).result()
+    for _ in range(3):
+        step(training)
+    return training
+
+
+def text(answer: httpx.Response) -> str:
+    return html.unescape(answer.text)
+
+
+def test_without_a_session_every_page_asks_for_a_key(server: Server) -> None:
+    for path in ("/console/runs", "/console/runs/x:train:0", "/console/usage"):
+        answer = Browser(server).get(path)
+
+        assert (answer.status_code, "API key" in text(answer)) == (401, True)
+        assert "log in to see this page" in text(answer)
+
+
+def test_a_link_opens_one_session_and_a_wrong_one_none(server: Server) -> None:
+    token = link(server).partition("link=")[2]
+    first, second = Browser(server), Browser(server)
+
+    answer = first.send("/console/login", {"link": token})
+    assert (answer.status_code, answer.headers["location"]) == (303, "/console/runs")
+    cookie = answer.headers["set-cookie"].lower()
+    assert all(part in cookie for part in ("httponly", "samesite=strict", "path=/console"))
+    assert first.get("/console/runs").status_code == 200
+    for wrong in (token, "", "x" * 100_000, SCRIPT):
+        answer = second.send("/console/login", {"link": wrong})
+        assert answer.status_code == 401
+        assert SCRIPT not in answer.text
+    assert not second.http.cookies
+
+
+def test_a_key_opens_a_session_and_an_unknown_one_none(server: Server) -> None:
+    browser = Browser(server)
+
+    assert browser.send("/console/login", {"key": "tml-unknown"}).status_code == 401
+    assert not browser.http.cookies
+    assert browser.send("/console/login", {"key": f" {API_KEY} "}).status_code == 303
+    assert browser.get("/console/runs").status_code == 200
+
+
+@pytest.mark.usefixtures("training")
+def test_the_curve_of_a_run_is_drawn_without_scripts(
+    browser: Browser, server: Server, training: tinker.TrainingClient
+) -> None:
+    path = f"/console/runs/{training.model_id}"
+    wait_until(lambda: 'class="mean"' in browser.get(path).text, "a curve on the page")
+    wait_until(lambda: ">3</text>" in browser.get(path).text, "the third step")
+
+    page = browser.get(path).text
+
+    points = server.request("GET", f"/api/v1/runs/{training.model_id}/curve").json()["points"]
+    means = [f"{point['metrics']['loss']['mean']:.5g}" for point in points]
+    assert all(f'<td class="number">{mean}</td>' in page for mean in means)
+    assert "loss: " in page
+    assert "<script" not in page
+    assert "default-src 'self'" in browser.get(path).headers["content-security-policy"]
+    assert browser.get(f"{path}?follow=5").headers["refresh"] == "5"
+    assert browser.get(f"{path}?follow=1").status_code == 400
+
+
+def test_names_that_are_attacks_are_shown_as_text(
+    browser: Browser, training: tinker.TrainingClient
+) -> None:
+    for path in ("/console/runs", f"/console/runs/{training.model_id}"):
+        page = browser.get(path)
+
+        assert "<script" not in page.text
+        assert '<script>alert("x")</script>\ufffd\ufffd' in text(page)
+
+
+def test_the_runs_and_the_usage_of_others_do_not_exist(
+    server: Server, training: tinker.TrainingClient
+) -> None:
+    stranger = Browser(server).log_in(server.new_key("stranger"))
+
+    answer = stranger.get(f"/console/runs/{training.model_id}")
+    assert (answer.status_code, "does not exist, or belongs to another owner" in text(answer)) == (
+        404,
+        True,
+    )
+    assert training.model_id not in text(stranger.get("/console/runs"))
+    assert "Nothing was used yet" in text(stranger.get("/console/usage"))
+    assert "bootstrap" not in text(stranger.get("/console/usage"))
+
+
+def test_a_form_of_another_session_ends_no_session(server: Server, browser: Browser) -> None:
+    other = Browser(server).log_in()
+    for token in ({}, {"form_token": other.form_token()}, {"form_token": "0" * 64}):
+        assert browser.send("/console/logout", token).status_code == 403
+
+    assert browser.get("/console/runs").status_code == 200
+    assert browser.send("/console/logout", {"form_token": browser.form_token()}).status_code == 303
+    assert browser.get("/console/runs").status_code == 401
+    assert other.get("/console/runs").status_code == 200
+
+
+def test_sessions_end_everywhere_at_once_and_with_their_key(server: Server) -> None:
+    key = server.new_key("wanderer")
+    first, second = Browser(server).log_in(key), Browser(server).log_in(key)
+    everywhere = {"form_token": first.form_token(), "everywhere": "yes"}
+    assert first.send("/console/logout", everywhere).status_code == 303
+    assert second.get("/console/runs").status_code == 401
+
+    third = Browser(server).log_in(key)
+    server.request("DELETE", "/api/v1/auth/apikey/me", key=key)
+    answer = third.get("/console/runs")
+    assert (answer.status_code, "the API key of this session has ended" in text(answer)) == (
+        401,
+        True,
+    )
+
+
+def test_a_session_that_was_changed_is_none(browser: Browser) -> None:
+    browser.http.cookies = {name: f"{value}x" for name, value in browser.http.cookies.items()}
+    assert browser.get("/console/runs").status_code == 401
