@@ -19,7 +19,7 @@ from tinkercloud_api.catalog.schema.tables import SamplingSession, Session, Trai
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger, UsageQuery
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
-from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
 PAGE = Page(0, 100)

@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.heads.run_curves import MAX_POINTS, Curve, CurvePoint, MetricValues
+from tinkercloud_protocol.heads.reports.run_curves import (
+    MAX_POINTS,
+    Curve,
+    CurvePoint,
+    MetricValues,
+)
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
-from tinkercloud_protocol.heads.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head, train, until
 from tinkercloud_worker.head.serve.lease_reports import _curves

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
 from tinkercloud_api.providers.base import HeadReport
-from tinkercloud_protocol.heads.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 
 
 @dataclass(frozen=True, slots=True)

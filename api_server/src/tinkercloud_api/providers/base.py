@@ -8,8 +8,8 @@ from typing import Protocol
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
-from tinkercloud_protocol.heads.run_curves import CurveReport
-from tinkercloud_protocol.heads.usage_reports import UsageReport
+from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 

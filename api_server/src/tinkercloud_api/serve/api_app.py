@@ -201,10 +201,7 @@ async def running_context(
 ) -> AsyncIterator[Context]:
     """Open the components of a server for the duration of the context.
 
-    Args:
-        settings: the server's settings.
-        provider: starts session heads.
-        own_url: URL of the server for programs.
+    `own_url` is the URL of the server for programs.
     """
     engine, catalog, audit_log = await _open_catalog(settings)
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)

@@ -28,7 +28,7 @@ from tinkercloud_api.web.middleware import (
     MetricsMiddleware,
     RequestIdMiddleware,
 )
-from tinkercloud_protocol.heads.usage_reports import hour_of
+from tinkercloud_protocol.heads.reports.usage_reports import hour_of
 from tinkercloud_protocol.wire.errors import WireError
 
 log = structlog.get_logger(__name__)

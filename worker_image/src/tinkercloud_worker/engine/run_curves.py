@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from pydantic import BaseModel, ConfigDict
 
-from tinkercloud_protocol.heads.run_curves import Curve, CurvePoint
+from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.engine.batch import Batch
 
@@ -25,9 +25,9 @@ class PassSums:
     weight: float = 0.0
     tokens: int = 0
     kl: float = 0.0
-    """Of the examples of losses that compare policies: the KL estimate, times their number."""
+    """KL estimate times the number of examples, of losses that compare policies."""
     examples: int = 0
-    """Their number."""
+    """Number of these examples."""
 
 
 class StoredCurve(BaseModel):

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import RunPoint, TrainingRun
-from tinkercloud_protocol.heads.run_curves import Curve, CurvePoint, CurveReport
+from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 
 _TABLE = cast("SqlTable", RunPoint.__table__)
 _VALUES = ("steps", "step", "at", "metrics")

@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import Session, UsageHour
 from tinkercloud_api.config import api_metrics
-from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 
 Grouping = Literal["hour", "day", "model", "project"]
 Values = dict[str, Any]

@@ -13,7 +13,7 @@ from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.billing_rows import SessionHour
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_protocol.heads.usage_reports import hour_of, start_of
+from tinkercloud_protocol.heads.reports.usage_reports import hour_of, start_of
 from tinkercloud_protocol.responses.account_listings import (
     BillingEvent,
     BillingSession,

@@ -14,7 +14,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.runs.month_bill import bill
-from tinkercloud_protocol.heads.usage_reports import hour_after, hour_of, start_of
+from tinkercloud_protocol.heads.reports.usage_reports import hour_after, hour_of, start_of
 from tinkercloud_protocol.responses.listings import MonthUsage, OwnerStorage, OwnerUsage, UsageList
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 

@@ -309,7 +309,6 @@ class Suspension:
             model.lineage = [each for each in manifest.lineage if each != own]
             model.operations.checkpoints.continue_after(manifest.created_at)
             model.operations.checkpoints.inherited = head.state.latest_checkpoint
-            _restore_curve(model, head)
             later = await asyncio.to_thread(
                 repeated,
                 model,
@@ -396,7 +395,8 @@ class Suspension:
     def _restore_order(
         self, model: LiveModel, head: SuspendedHead, later: Sequence[QueuedRequest]
     ) -> None:
-        """Restore results and requests; the model's queue runs from here on."""
+        """Restore the curve, results and requests; the model's queue runs from here on."""
+        _restore_curve(model, head)
         waiting = [
             QueuedRequest(
                 stored.seq_id,
@@ -433,7 +433,7 @@ def _restore_curve(model: LiveModel, head: SuspendedHead) -> None:
         model.operations.curve.restore(head.body(head.state.curve))
     except ValidationError as error:
         log.warning(
-            "the curve of a run begins anew: this release can't read its earlier part",
+            "the curve of a run begins again: this release can't read its earlier part",
             model_id=str(model.model_id),
             error=describe(error),
         )

@@ -33,9 +33,9 @@ class EncodedOutput:
     """The result of a batch."""
 
     body: bytes
-    """Of the response."""
+    """Body of the response."""
     metrics: dict[str, float]
-    """Those in the body."""
+    """The metrics in the body."""
 
 
 def encode_output(

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
-from tinkercloud_protocol.heads.run_curves import CurveReport
-from tinkercloud_protocol.heads.usage_reports import UsageEntry, UsageReport
+from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability

@@ -1,0 +1,1 @@
+"""What heads report on their leases."""
