@@ -100,6 +100,14 @@ def test_a_link_opens_one_session_and_a_wrong_one_none(server: Server) -> None:
     assert not second.http.cookies
 
 
+def test_a_link_can_lead_to_a_run_and_nowhere_else(server: Server) -> None:
+    browser = Browser(server)
+    for run, place in (("a:train:0", "a:train:0"), ("//evil.example/x", "%2F%2Fevil.example%2Fx")):
+        token = link(server).partition("link=")[2]
+        answer = browser.send("/console/login", {"link": token, "run": run})
+        assert answer.headers["location"] == f"/console/runs/{place}"
+
+
 def test_a_key_opens_a_session_and_an_unknown_one_none(server: Server) -> None:
     browser = Browser(server)
 

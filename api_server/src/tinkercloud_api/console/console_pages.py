@@ -110,15 +110,20 @@ async def style() -> Response:
 
 
 @router.get("/login")
-async def show_login(link: str | None = None) -> Response:
-    """Show the form that opens a session with an API key, or with a link that was printed."""
-    return _page("login.html", link=link, problem=None)
+async def show_login(link: str | None = None, run: str | None = None) -> Response:
+    """Show the form that opens a session with an API key, or with a link that was printed.
+
+    Args:
+        link: the token of the link.
+        run: the run whose page follows; None for the list of runs.
+    """
+    return _page("login.html", link=link, run=run, problem=None)
 
 
 @router.post("/login")
 @declares(READS)
 async def log_in(request: Request, server: Server) -> Response:
-    """Open a session, and lead to the runs.
+    """Open a session, and lead to a run or to all runs.
 
     Raises:
         Unauthenticated: the key or the link is not valid.
@@ -131,7 +136,8 @@ async def log_in(request: Request, server: Server) -> Response:
             session = await server.browsers.open_with_key(sent.get("key", "").strip(), now())
     except Unauthenticated as error:
         return _login_page(error.message, HTTPStatus.UNAUTHORIZED)
-    answer = RedirectResponse(f"{PREFIX}/runs", HTTPStatus.SEE_OTHER)
+    run = f"/{quote(sent['run'], safe=':')}" if "run" in sent else ""
+    answer = RedirectResponse(f"{PREFIX}/runs{run}", HTTPStatus.SEE_OTHER)
     _set_cookie(answer, request, server, session.token)
     return answer
 
@@ -233,7 +239,7 @@ def _page(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HT
 
 
 def _login_page(problem: str, status: int) -> HTMLResponse:
-    return _page("login.html", status, link=None, problem=problem)
+    return _page("login.html", status, link=None, run=None, problem=problem)
 
 
 def _failure(message: str, status: int) -> HTMLResponse:

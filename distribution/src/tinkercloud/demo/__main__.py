@@ -165,6 +165,7 @@ def main() -> None:
     client = tinker.ServiceClient()
     check_model(client, options.model)
     pig = PigLatin(client, options.model)
+    console.print(f"Watch it learn: {local_server.console_link(pig.training.model_id)}")
     supervised(pig)
     policy = PolicyGradient(client, options.model)
     policy_gradient(policy)

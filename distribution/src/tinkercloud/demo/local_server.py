@@ -32,6 +32,13 @@ def ensure_key(state_dir: Path) -> None:
     os.environ["TINKER_API_KEY"] = json.loads(made.stdout)["key"]
 
 
+def console_link(run: str) -> str:
+    """Return a link that opens the page of a run in a browser; empty if there is none."""
+    command = [sys.executable, "-m", "tinkercloud_api", "console", "--run", run]
+    made = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603 - our own command
+    return made.stdout.strip()
+
+
 def wait_until_healthy(url: str) -> None:
     """Wait up to two minutes for the server; print a message if it does not respond at once.
 

@@ -433,7 +433,7 @@ def _restore_curve(model: LiveModel, head: SuspendedHead) -> None:
         model.operations.curve.restore(head.body(head.state.curve))
     except ValidationError as error:
         log.warning(
-            "the curve of a run begins again: this release can't read its earlier part",
+            "the curve of a run starts at this step: this release can't read its earlier part",
             model_id=str(model.model_id),
             error=describe(error),
         )

@@ -1,0 +1,77 @@
+"""Charts of the console: every curve is drawn within its frame, whatever its numbers are."""
+
+from datetime import UTC, datetime
+from math import isfinite
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, chart
+from tinkercloud_api.console.page_texts import number, shown
+from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+FLOATS = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def a_point(step: int, value: float | None) -> RunCurvePoint:
+    metric = CurveMetric(mean=value, low=value, high=value, not_finite=int(value is None))
+    return RunCurvePoint(step=step, steps=1, time=AT, metrics={"loss": metric})
+
+
+def drawn(*values: float | None) -> Chart | None:
+    return chart("loss", [a_point(step, value) for step, value in enumerate(values, 1)])
+
+
+def coordinates(found: Chart) -> list[tuple[float, float]]:
+    pairs = " ".join([*found.lines, *found.areas]).split()
+    return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in pairs)]
+
+
+@given(st.lists(st.one_of(FLOATS, st.none()), max_size=20))
+def test_every_coordinate_is_within_the_frame(values: list[float | None]) -> None:
+    found = drawn(*values)
+
+    if all(value is None for value in values):
+        assert found is None
+        return
+    assert found is not None
+    for x, y in coordinates(found):
+        assert 0 <= x <= WIDTH
+        assert 0 <= y <= HEIGHT
+    assert all(isfinite(tick.at) for tick in (*found.x_ticks, *found.y_ticks))
+
+
+def test_a_falling_loss_falls_from_left_to_right() -> None:
+    found = drawn(3.0, 2.0, 1.0)
+
+    assert found is not None
+    ((first, high), _, (last, low)) = coordinates(found)[:3]
+    assert first < last
+    assert high < low
+    assert [tick.label for tick in found.x_ticks] == ["1", "2", "3"]
+    assert [tick.label for tick in found.y_ticks] == ["1", "2", "3"]
+    assert found.summary == "loss: 3 at step 1, 1 at step 3"
+
+
+def test_values_that_are_not_finite_leave_a_gap() -> None:
+    found = drawn(3.0, 2.0, None, 1.0)
+
+    assert found is not None
+    assert [len(line.split()) for line in found.lines] == [2, 1]
+
+
+@pytest.mark.parametrize("value", [0.0, -2.5, 1e300])
+def test_a_single_step_and_a_constant_are_drawn_in_the_middle(value: float) -> None:
+    for values in ([value], [value, value]):
+        found = drawn(*values)
+        assert found is not None
+        assert len({y for _, y in coordinates(found)}) == 1
+
+
+def test_texts_of_others_are_cut_and_have_no_control_characters() -> None:
+    assert shown("a\x00b\u202ec\nd") == "a\ufffdb\ufffdc\ufffdd"
+    assert shown("x" * 10**6) == "x" * 200 + "…"
+    assert shown("naïve 模型 🙂") == "naïve 模型 🙂"
+    assert number(None) == "-"
