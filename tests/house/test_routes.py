@@ -34,11 +34,11 @@ def test_each_way_of_authentication_has_as_many_routes_as_before() -> None:
         return Counter(line[start:end].strip() for line in lines[2:])
 
     assert count(api_server) == {
-        "key": 104,
+        "key": 105,
         "admin key": 2,
         "signed URL": 4,
         "none": 13,
         "login": 3,
-        "browser session": 8,
+        "browser session": 12,
     }
     assert count(head) == {"token": 40, "none": 3}

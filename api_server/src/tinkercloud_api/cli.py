@@ -22,7 +22,7 @@ from tinkercloud_api.commands import (
     catalog_commands,
     checkpoint_commands,
     cluster_commands,
-    console_command,
+    console_commands,
     demo_command,
     drain_command,
     model_commands,
@@ -76,7 +76,8 @@ app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
 app.command("plan")(plan_command.plan_model)
-app.command("console")(console_command.open_console)
+app.command("problems")(console_commands.list_problems)
+app.command("console")(console_commands.open_console)
 app.command("usage")(usage_commands.show_usage)
 app.add_typer(audit_commands.app, name="audit")
 

@@ -122,7 +122,7 @@ def test_the_curve_of_a_run_is_drawn_without_scripts(
     browser: Browser, server: Server, training: tinker.TrainingClient
 ) -> None:
     path = f"/console/runs/{training.model_id}"
-    wait_until(lambda: 'class="mean"' in browser.get(path).text, "a curve on the page")
+    wait_until(lambda: 'class="mean ' in browser.get(path).text, "a curve on the page")
     wait_until(lambda: ">3</text>" in browser.get(path).text, "the third step")
 
     page = browser.get(path).text
@@ -130,7 +130,7 @@ def test_the_curve_of_a_run_is_drawn_without_scripts(
     points = server.request("GET", f"/api/v1/runs/{training.model_id}/curve").json()["points"]
     means = [f"{point['metrics']['loss']['mean']:.5g}" for point in points]
     assert all(f'<td class="number">{mean}</td>' in page for mean in means)
-    assert "loss: " in page
+    assert "loss by step; " in page
     assert "<script" not in page
     assert "default-src 'self'" in browser.get(path).headers["content-security-policy"]
     assert browser.get(f"{path}?follow=5").headers["refresh"] == "5"
@@ -192,3 +192,68 @@ def test_sessions_end_everywhere_at_once_and_with_their_key(server: Server) -> N
 def test_a_session_that_was_changed_is_none(browser: Browser) -> None:
     browser.http.cookies = {name: f"{value}x" for name, value in browser.http.cookies.items()}
     assert browser.get("/console/runs").status_code == 401
+
+
+def test_a_run_is_saved_suspended_and_ended_with_forms(server: Server, browser: Browser) -> None:
+    training = server.client().create_lora_training_client(MODEL, rank=4).result()
+    step(training)
+    page = f"/console/runs/{training.model_id}"
+    form = {"form_token": browser.form_token()}
+
+    assert browser.send(f"{page}/save", {}).status_code == 403
+    assert browser.send(f"{page}/save", form).headers["location"] == page
+    assert "saved-step-000001" in text(browser.get(page))
+    assert browser.send(f"{page}/stop", {**form, "suspend": "yes"}).status_code == 303
+    assert "suspended" in text(browser.get(page))
+    assert browser.send(f"{page}/stop", form).status_code == 303
+    assert "its model was deleted" in text(browser.get(page))
+    assert "Save it and end it" not in text(browser.get(page))
+    audit = server.request("GET", "/api/v1/audit?limit=100").body.decode()
+    assert audit.count("run_stop") == 2
+
+
+def test_a_browser_with_a_read_only_key_changes_nothing(
+    server: Server, training: tinker.TrainingClient
+) -> None:
+    command = ("keys", "create", "reader", "--owner", "bootstrap", "--role", "read-only", "--json")
+    key = json.loads(server.command(*command))["key"]
+    browser = Browser(server)
+    assert browser.send("/console/login", {"key": key}).status_code == 303
+    form = {"form_token": browser.form_token()}
+
+    answer = browser.send(f"/console/runs/{training.model_id}/stop", form)
+
+    assert (answer.status_code, "is read-only" in text(answer)) == (403, True)
+
+
+def test_a_stranger_changes_no_run(server: Server, training: tinker.TrainingClient) -> None:
+    stranger = Browser(server).log_in(server.new_key("stranger"))
+    form = {"form_token": stranger.form_token()}
+
+    for action in ("save", "stop"):
+        path = f"/console/runs/{training.model_id}/{action}"
+        assert stranger.send(path, form).status_code == 404
+
+
+def test_runs_are_compared_and_those_of_others_are_not(
+    server: Server, browser: Browser, training: tinker.TrainingClient
+) -> None:
+    other = server.client().create_lora_training_client(MODEL, rank=4).result()
+    step(other)
+    path = f"/console/compare?run={training.model_id}&run={other.model_id}"
+    wait_until(lambda: browser.get(path).text.count('class="mean colour-1') > 0, "two curves")
+
+    assert 'class="mean colour-0' in browser.get(path).text
+    stranger = Browser(server).log_in(server.new_key("stranger"))
+    assert stranger.get(path).status_code == 404
+    assert browser.get("/console/compare").status_code == 400
+    assert browser.get(f"/console/compare?{'&'.join(['run=x:train:0'] * 9)}").status_code == 400
+
+
+def test_problems_are_named_with_what_to_do(server: Server, browser: Browser) -> None:
+    command = ["problems", "--base-url", server.url, "--api-key", API_KEY, "--json"]
+    found = server.request("GET", "/api/v1/problems").json()["problems"]
+
+    assert json.loads(CliRunner().invoke(app, command).stdout) == found
+    page = text(browser.get("/console/problems"))
+    assert all(each["remedy"] in page for each in found)

@@ -21,11 +21,16 @@ def a_point(step: int, value: float | None) -> RunCurvePoint:
 
 
 def drawn(*values: float | None) -> Chart | None:
-    return chart("loss", [a_point(step, value) for step, value in enumerate(values, 1)])
+    return chart("loss", {"a": curve(*values)})
+
+
+def curve(*values: float | None) -> list[RunCurvePoint]:
+    return [a_point(step, value) for step, value in enumerate(values, 1)]
 
 
 def coordinates(found: Chart) -> list[tuple[float, float]]:
-    pairs = " ".join([*found.lines, *found.areas]).split()
+    drawn = [part for line in found.lines for part in (*line.means, *line.ranges)]
+    pairs = " ".join(drawn).split()
     return [(float(x), float(y)) for x, _, y in (pair.partition(",") for pair in pairs)]
 
 
@@ -52,14 +57,28 @@ def test_a_falling_loss_falls_from_left_to_right() -> None:
     assert high < low
     assert [tick.label for tick in found.x_ticks] == ["1", "2", "3"]
     assert [tick.label for tick in found.y_ticks] == ["1", "2", "3"]
-    assert found.summary == "loss: 3 at step 1, 1 at step 3"
+    assert found.summary == "loss by step; a: 3 at first, 1 at last"
 
 
 def test_values_that_are_not_finite_leave_a_gap() -> None:
     found = drawn(3.0, 2.0, None, 1.0)
 
     assert found is not None
-    assert [len(line.split()) for line in found.lines] == [2, 1]
+    assert [len(part.split()) for part in found.lines[0].means] == [2, 1]
+
+
+def test_runs_are_compared_on_common_axes() -> None:
+    found = chart("loss", {"a": curve(4.0, 2.0), "none": [], "b": curve(4.0, 3.0, 1.0)})
+
+    assert found is not None
+    first, none, second = found.lines
+    assert none.means == []
+    assert first.means[0].split()[0] == second.means[0].split()[0]
+    assert (
+        first.means[0].split()[1].partition(",")[0] == second.means[0].split()[1].partition(",")[0]
+    )
+    assert [tick.label for tick in found.x_ticks] == ["1", "2", "3"]
+    assert [tick.label for tick in found.y_ticks] == ["1", "2.5", "4"]
 
 
 @pytest.mark.parametrize("value", [0.0, -2.5, 1e300])

@@ -1,8 +1,8 @@
 """Charts of a run's metrics as coordinates of SVG: the pages draw them without JavaScript."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
 
@@ -22,61 +22,77 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """The values of one run."""
+
+    number: int
+    """Its colour."""
+    means: Sequence[str]
+    """Coordinates of the means, one line for each part without a gap."""
+    ranges: Sequence[str]
+    """Coordinates of the areas between the lowest and the highest values, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """A metric by optimizer step."""
+    """A metric by number of steps that a run has taken."""
 
     metric: str
-    lines: Sequence[str]
-    """Coordinates of the means, one line for each part without a gap."""
-    areas: Sequence[str]
-    """Coordinates of the range between the lowest and the highest values, likewise."""
+    lines: Sequence[Line]
     x_ticks: Sequence[Tick]
     y_ticks: Sequence[Tick]
     summary: str
     """What the chart shows, in a sentence."""
 
 
-def chart(metric: str, points: Sequence[RunCurvePoint]) -> Chart | None:
-    """Return the chart of a metric; None if no step has a finite value of it.
+Place = tuple[int, RunCurvePoint]
+"""A point, and how many steps the run has taken with it."""
+
+
+def chart(metric: str, curves: Mapping[str, Sequence[RunCurvePoint]]) -> Chart | None:
+    """Return the chart of a metric; None if no step of any run has a finite value of it.
 
     Args:
         metric: its name.
-        points: the curve. Its steps are drawn in the order in which they were taken.
+        curves: the curves of runs, by name.
     """
-    found = [(point, point.metrics.get(metric)) for point in points]
-    finite = [(point, values) for point, values in found if values and _is_shown(values)]
+    placed = {
+        name: list(zip(accumulate(point.steps for point in points), points, strict=True))
+        for name, points in curves.items()
+    }
+    shown = {
+        name: [values for _, point in places if (values := _shown(point, metric)) is not None]
+        for name, places in placed.items()
+    }
+    finite = [values for found in shown.values() for values in found]
     if not finite:
         return None
-    low = min(values.low for _, values in finite if values.low is not None)
-    high = max(values.high for _, values in finite if values.high is not None)
-    if low == high:
-        margin = abs(low) / 2 or 1.0
-        low, high = low - margin, high + margin
-    axes = _Axes(len(points), low, high)
-    parts = [
-        [(axes.x(index), values) for index, values in part]
-        for part in _parts([values for _, values in found])
+    axes = _axes_of(finite, max(places[-1][0] for places in placed.values() if places))
+    lines = [_line(number, metric, places, axes) for number, places in enumerate(placed.values())]
+    summaries = [
+        f"{name}: {found[0].mean:.4g} at first, {found[-1].mean:.4g} at last"
+        for name, found in shown.items()
+        if found
     ]
-    first, last = finite[0], finite[-1]
+    marks = sorted({1, (1 + axes.num_steps) // 2, axes.num_steps})
+    heights = (axes.low, axes.low / 2 + axes.high / 2, axes.high)
     return Chart(
         metric,
-        [" ".join(f"{x:.1f},{axes.y(values.mean):.1f}" for x, values in part) for part in parts],
-        [_area(part, axes) for part in parts],
-        [Tick(axes.x(index), str(points[index].step)) for index in _marks(len(points))],
-        [Tick(axes.y(value), f"{value:.4g}") for value in (low, (low + high) / 2, high)],
-        f"{metric}: {first[1].mean:.4g} at step {first[0].step},"
-        f" {last[1].mean:.4g} at step {last[0].step}",
+        lines,
+        [Tick(axes.x(step), str(step)) for step in marks],
+        [Tick(axes.y(value), f"{value:.4g}") for value in heights],
+        f"{metric} by step; {'; '.join(summaries)}",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    num_points: int
+    num_steps: int
     low: float
     high: float
 
-    def x(self, index: int) -> float:
-        share = index / (self.num_points - 1) if self.num_points > 1 else 0.5
+    def x(self, step: int) -> float:
+        share = (step - 1) / (self.num_steps - 1) if self.num_steps > 1 else 0.5
         return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float | None) -> float:
@@ -86,23 +102,32 @@ class _Axes:
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
 
-def _is_shown(values: CurveMetric | None) -> bool:
-    return values is not None and values.mean is not None
+def _axes_of(finite: Sequence[CurveMetric], num_steps: int) -> _Axes:
+    low = min(values.low for values in finite if values.low is not None)
+    high = max(values.high for values in finite if values.high is not None)
+    if low / 2 == high / 2:
+        margin = abs(low) / 2 or 1.0
+        low, high = low - margin, high + margin
+    return _Axes(num_steps, low, high)
 
 
-def _parts(values: Sequence[CurveMetric | None]) -> Iterator[list[tuple[int, CurveMetric]]]:
-    """Yield the parts of a curve that have values, with the indexes of their points."""
-    for is_shown, part in groupby(enumerate(values), key=lambda item: _is_shown(item[1])):
-        if is_shown:
-            yield [(index, each) for index, each in part if each is not None]
+def _shown(point: RunCurvePoint, metric: str) -> CurveMetric | None:
+    values = point.metrics.get(metric)
+    return values if values is not None and values.mean is not None else None
 
 
-def _area(part: Sequence[tuple[float, CurveMetric]], axes: _Axes) -> str:
+def _line(number: int, metric: str, places: Sequence[Place], axes: _Axes) -> Line:
+    valued = [(axes.x(step), _shown(point, metric)) for step, point in places]
+    parts = [
+        [(x, values) for x, values in part if values is not None]
+        for is_shown, part in groupby(valued, key=lambda each: each[1] is not None)
+        if is_shown
+    ]
+    means = [" ".join(f"{x:.1f},{axes.y(values.mean):.1f}" for x, values in part) for part in parts]
+    return Line(number, means, [_range(part, axes) for part in parts])
+
+
+def _range(part: Sequence[tuple[float, CurveMetric]], axes: _Axes) -> str:
     upper = [f"{x:.1f},{axes.y(values.high):.1f}" for x, values in part]
     lower = [f"{x:.1f},{axes.y(values.low):.1f}" for x, values in reversed(part)]
     return " ".join((*upper, *lower))
-
-
-def _marks(num_points: int) -> list[int]:
-    """Return the indexes of the points whose steps the axis names."""
-    return sorted({0, num_points // 2, num_points - 1})

@@ -4,7 +4,8 @@ Each page shows what a call of the API returns, which its foot names, with the r
 that opened the browser's session.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
@@ -18,14 +19,16 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from tinkercloud_api.access.browser_sessions import BrowserSession
-from tinkercloud_api.access.effects import READS, declares, names_no_object
+from tinkercloud_api.access.effects import READS, changes, declares, names_no_object
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.console import page_texts
-from tinkercloud_api.console.charts import HEIGHT, WIDTH, chart
+from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, chart
 from tinkercloud_api.context import Context, Server, get_context
 from tinkercloud_api.routes.account import usage_routes
-from tinkercloud_api.routes.sessions import run_state_routes
+from tinkercloud_api.routes.sessions import problem_routes, run_state_routes
+from tinkercloud_protocol.responses.run_states import RunCurvePoint
+from tinkercloud_protocol.wire.asgi import Scope
 from tinkercloud_protocol.wire.errors import Unauthenticated, WireError
 from tinkercloud_protocol.wire.json_model import sentences
 
@@ -33,6 +36,8 @@ PREFIX = "/console"
 COOKIE = "tinkercloud-console"
 _PAGE = 50
 """Runs of a page."""
+_MAX_COMPARED = 8
+"""Runs whose curves can be compared, as there are so many colours."""
 _USAGE_ROWS = 1000
 _METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens")
 _STYLE = "text/css; charset=utf-8"
@@ -88,9 +93,16 @@ class PageRoute(APIRoute):
 router = APIRouter(prefix=PREFIX, route_class=PageRoute, include_in_schema=False)
 
 
+def session_token(scope: Scope) -> str | None:
+    """Return what the cookie of a browser's session holds; None if there is none."""
+    return Request(scope).cookies.get(COOKIE)
+
+
 async def _session(request: Request) -> BrowserSession:
-    server = get_context(request)
-    return await server.browsers.find(request.cookies.get(COOKIE), now())
+    found = request.scope.get("browser")
+    if isinstance(found, BrowserSession):
+        return replace(found, caller=request.scope["principal"])
+    return await get_context(request).browsers.find(session_token(request.scope), now())
 
 
 Session = Annotated[BrowserSession, Depends(_session)]
@@ -186,14 +198,13 @@ async def show_run(
     """Show a run: its curves, its state and its checkpoints."""
     run = await run_state_routes.show_run(run_id, server, session.caller)
     curve = await run_state_routes.show_curve(run_id, server, session.caller)
-    charts = [found for name in _METRICS if (found := chart(name, curve.points)) is not None]
     answer = _page(
         "run.html",
         session=session,
         run=run,
         points=curve.points,
         metrics=[name for name in _METRICS if any(name in each.metrics for each in curve.points)],
-        charts=charts,
+        charts=_charts({run_id: curve.points}),
         follow=follow,
         twin=f"runs/{quote(run_id, safe=':')}/curve",
         command=f"tinkercloud runs curve {run_id} --watch",
@@ -201,6 +212,61 @@ async def show_run(
     if follow is not None:
         answer.headers["Refresh"] = str(follow)
     return answer
+
+
+@router.post("/runs/{run_id}/stop")
+@declares(changes("run_stop"))
+async def stop_run(run_id: str, request: Request, server: Server, session: Session) -> Response:
+    """Save a run and end it, or suspend it, and show it again."""
+    sent = await _form(request)
+    session.check_form(sent.get("form_token"))
+    wanted = run_state_routes.StopRun(suspend=sent.get("suspend") == "yes")
+    await run_state_routes.stop_run(run_id, wanted, server, session.caller)
+    return _back_to(run_id)
+
+
+@router.post("/runs/{run_id}/save")
+@declares(changes("checkpoint_write"))
+async def save_run(run_id: str, request: Request, server: Server, session: Session) -> Response:
+    """Save a checkpoint of a run, and show it again."""
+    sent = await _form(request)
+    session.check_form(sent.get("form_token"))
+    wanted = run_state_routes.SaveRun()
+    await run_state_routes.save_run(run_id, wanted, server, session.caller)
+    return _back_to(run_id)
+
+
+@router.get("/compare")
+async def compare_runs(
+    server: Server, session: Session, run: Annotated[list[str], Query(max_length=_MAX_COMPARED)]
+) -> Response:
+    """Show the curves of several runs on common axes."""
+    curves = {
+        run_id: (await run_state_routes.show_curve(run_id, server, session.caller)).points
+        for run_id in run
+    }
+    return _page(
+        "compare.html",
+        session=session,
+        runs=list(curves),
+        charts=_charts(curves),
+        twin=f"runs/{quote(run[0], safe=':')}/curve",
+        command=f"tinkercloud runs curve {run[0]}",
+    )
+
+
+@router.get("/problems")
+@names_no_object
+async def show_problems(server: Server, session: Session) -> Response:
+    """Show what needs attention, and what to do."""
+    found = await problem_routes.list_problems(server, session.caller)
+    return _page(
+        "problems.html",
+        session=session,
+        problems=found.problems,
+        twin="problems",
+        command="tinkercloud problems --watch",
+    )
 
 
 @router.get("/usage")
@@ -218,6 +284,14 @@ async def show_usage(server: Server, session: Session) -> Response:
         twin=f"usage?by=day&access_scope=accessible&limit={_USAGE_ROWS}",
         command="tinkercloud usage --by day --all",
     )
+
+
+def _charts(curves: Mapping[str, Sequence[RunCurvePoint]]) -> list[Chart]:
+    return [found for name in _METRICS if (found := chart(name, curves)) is not None]
+
+
+def _back_to(run_id: str) -> Response:
+    return RedirectResponse(f"{PREFIX}/runs/{quote(run_id, safe=':')}", HTTPStatus.SEE_OTHER)
 
 
 def _set_cookie(answer: Response, request: Request, server: Context, token: str) -> None:

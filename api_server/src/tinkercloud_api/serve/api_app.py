@@ -86,6 +86,7 @@ from tinkercloud_api.routes.models import (
 )
 from tinkercloud_api.routes.requests import loss_routes, result_routes, unloading
 from tinkercloud_api.routes.sessions import (
+    problem_routes,
     program_routes,
     run_state_routes,
     session_routes,
@@ -125,7 +126,7 @@ _ROUTED = (
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
-    console_pages,
+    *(console_pages, problem_routes),
     *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
 )
 """Modules with the routes that FastAPI serves."""

@@ -14,6 +14,8 @@ from starlette.types import ASGIApp
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.console.console_pages import session_token
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
@@ -122,6 +124,8 @@ class HotPaths:
         authentication = authentication_of(path)
         if scope["method"] == "PUT" and path.startswith(upload_urls.PREFIX):
             return importing.url_holder(self._server(), scope)
+        if authentication is Authentication.BROWSER:
+            return await self._browser(scope)
         if authentication is not Authentication.KEY:
             return None
         authenticator = self._server().authenticator
@@ -130,6 +134,16 @@ class HotPaths:
         if key is None or authenticator.has_known(key):
             return await authenticator.principal(key)
         return await self._throttle.holder(address, lambda: authenticator.principal(key))
+
+    async def _browser(self, scope: Scope) -> Principal | None:
+        """Return whose key opened the session of a browser; None if it has none."""
+        try:
+            session = await self._server().browsers.find(session_token(scope), now())
+        except Unauthenticated:
+            # Pages say why, and ask for a key.
+            return None
+        scope["browser"] = session
+        return session.caller
 
     def _route(self, scope: Scope) -> HotRoute | None:
         """Return the route of a request, or None for requests that the application serves."""
