@@ -4,7 +4,7 @@ Each page shows what a call of the API returns, which its foot names, with the r
 that opened the browser's session.
 """
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from importlib.resources import files
@@ -30,6 +30,7 @@ from tinkercloud_api.routes.sessions import problem_routes, run_state_routes
 from tinkercloud_protocol.responses.run_states import RunCurvePoint
 from tinkercloud_protocol.wire.asgi import Scope
 from tinkercloud_protocol.wire.errors import Unauthenticated, WireError
+from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.json_model import sentences
 
 PREFIX = "/console"
@@ -248,7 +249,7 @@ async def compare_runs(
     return _page(
         "compare.html",
         session=session,
-        runs=list(curves),
+        runs=await _names(curves, server),
         charts=_charts(curves),
         twin=f"runs/{quote(run[0], safe=':')}/curve",
         command=f"tinkercloud runs curve {run[0]}",
@@ -288,6 +289,14 @@ async def show_usage(server: Server, session: Session) -> Response:
 
 def _charts(curves: Mapping[str, Sequence[RunCurvePoint]]) -> list[Chart]:
     return [found for name in _METRICS if (found := chart(name, curves)) is not None]
+
+
+async def _names(runs: Iterable[str], server: Context) -> dict[str, str | None]:
+    """Return the names of the sessions of runs that the caller may see."""
+    of_session = {run: ModelId.parse(run).session_id for run in runs}
+    found = await server.catalog.sessions_named(list(of_session.values()))
+    names = {session.id: session.display_name for session in found}
+    return {run: names.get(session_id) for run, session_id in of_session.items()}
 
 
 def _back_to(run_id: str) -> Response:
