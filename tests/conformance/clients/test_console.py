@@ -4,7 +4,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import httpx
 import pytest
@@ -160,6 +160,22 @@ def test_the_runs_and_the_usage_of_others_do_not_exist(
     assert training.model_id not in text(stranger.get("/console/runs"))
     assert "Nothing was used yet" in text(stranger.get("/console/usage"))
     assert "bootstrap" not in text(stranger.get("/console/usage"))
+
+
+def test_runs_are_found_by_what_they_contain(
+    server: Server, browser: Browser, training: tinker.TrainingClient
+) -> None:
+    for words in ("ALERT(", training.model_id[:8], "tiny/LLAMA", "bootstrap"):
+        query = urlencode({"search": words})
+        assert training.model_id in text(browser.get(f"/console/runs?{query}"))
+        listed = server.request("GET", f"/api/v1/runs?{query}").json()["runs"]
+        assert training.model_id in [run["run_id"] for run in listed]
+    for words in ("%", "_", SCRIPT * 2, "no such run"):
+        found = text(browser.get(f"/console/runs?{urlencode({'search': words})}"))
+        assert "No run that you may see contains this text" in found
+    stranger = Browser(server).log_in(server.new_key("stranger"))
+    theirs = stranger.get(f"/console/runs?{urlencode({'search': training.model_id})}")
+    assert f"/console/runs/{training.model_id}" not in theirs.text
 
 
 def test_a_form_of_another_session_ends_no_session(server: Server, browser: Browser) -> None:

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import parse_qs, quote, urlencode
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -170,12 +170,15 @@ async def log_out(request: Request, server: Server, session: Session) -> Respons
 @router.get("/runs")
 @names_no_object
 async def list_runs(
-    server: Server, session: Session, page: Annotated[int, Query(ge=1, le=1_000_000)] = 1
+    server: Server,
+    session: Session,
+    page: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
+    search: Annotated[str, Query(max_length=256)] = "",
 ) -> Response:
-    """Show the runs that the caller may see."""
+    """Show the runs that the caller may see, or those that contain a text."""
     offset = (page - 1) * _PAGE
     found = await run_state_routes.list_runs(
-        server, session.caller, None, _PAGE, offset, "accessible"
+        server, session.caller, None, _PAGE, offset, "accessible", search
     )
     return _page(
         "runs.html",
@@ -183,8 +186,12 @@ async def list_runs(
         runs=found.runs,
         total=found.total_count,
         page=page,
+        search=search,
         pages=max(1, -(-found.total_count // _PAGE)),
-        twin=f"runs?access_scope=accessible&limit={_PAGE}&offset={offset}",
+        twin="runs?"
+        + urlencode(
+            {"access_scope": "accessible", "limit": _PAGE, "offset": offset, "search": search}
+        ),
         command="tinkercloud runs list --all",
     )
 

@@ -64,10 +64,14 @@ async def list_runs(  # noqa: PLR0917 - query parameters
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
+    search: Annotated[str, Query(max_length=256)] = "",
 ) -> RunList:
-    """List runs and how each is doing: the last used first, and those that have ended last."""
+    """List runs and how each is doing: the last used first, and those that have ended last.
+
+    `search` selects those whose id, owner, base model or name contains a text.
+    """
     visible = _visible(caller, owner, access_scope)
-    rows, total = await server.catalog.runs_by_use(visible, Page(offset, limit))
+    rows, total = await server.catalog.runs_by_use(visible, Page(offset, limit), search)
     return RunList(runs=await _infos(rows, server), total_count=total)
 
 
