@@ -14,6 +14,8 @@ import httpx
 import pytest
 
 from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
+from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.stored_days import StoredDays
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
@@ -49,6 +51,8 @@ HOUSEKEEPING: list[tuple[type, str]] = [
     (HeadLocator, "report_lost"),
     (DeletedRuns, "release_leftovers"),
     (Auditing, "forget"),
+    (RunPoints, "forget"),
+    (ConsoleTokens, "forget"),
     (StoredDays, "measure"),
 ]
 CARE_FOR_HEADS: list[tuple[type, str]] = [

@@ -1,5 +1,6 @@
 """Charts of the console: every curve is drawn within its frame, whatever its numbers are."""
 
+import sys
 from datetime import UTC, datetime
 from math import isfinite
 
@@ -46,6 +47,14 @@ def test_every_coordinate_is_within_the_frame(values: list[float | None]) -> Non
         assert 0 <= x <= WIDTH
         assert 0 <= y <= HEIGHT
     assert all(isfinite(tick.at) for tick in (*found.x_ticks, *found.y_ticks))
+
+
+def test_the_largest_numbers_are_drawn() -> None:
+    largest = sys.float_info.max
+    for values in ([largest], [-largest], [largest, -largest], [5e-324], [5e-324, 0.0]):
+        found = drawn(*values)
+        assert found is not None
+        assert all(0 <= y <= HEIGHT for _, y in coordinates(found))
 
 
 def test_a_falling_loss_falls_from_left_to_right() -> None:

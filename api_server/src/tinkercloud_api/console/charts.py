@@ -1,5 +1,6 @@
 """Charts of a run's metrics as coordinates of SVG: the pages draw them without JavaScript."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -10,6 +11,7 @@ WIDTH, HEIGHT = 640, 220
 """Size of a chart, in units of its view box."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28
 """Margins, in the same units."""
+_MAX = sys.float_info.max
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def _axes_of(finite: Sequence[CurveMetric], num_steps: int) -> _Axes:
     high = max(values.high for values in finite if values.high is not None)
     if low / 2 == high / 2:
         margin = abs(low) / 2 or 1.0
-        low, high = low - margin, high + margin
+        low, high = max(low - margin, -_MAX), min(high + margin, _MAX)
     return _Axes(num_steps, low, high)
 
 
