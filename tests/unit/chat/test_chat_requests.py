@@ -252,6 +252,13 @@ DEFAULTS: dict[str, Any] = {
 """Fields of vLLM with the values that mean what is done anyway."""
 
 
+def test_settings_of_anthropics_output_are_refused_with_what_to_do() -> None:
+    body = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}],'
+
+    with pytest.raises(InvalidRequest, match=r"^output_config\.effort: .*; leave it out"):
+        read_messages(body + b' "output_config": {"effort": "high"}}')
+
+
 def test_fields_of_other_servers_are_accepted_with_their_neutral_values() -> None:
     assert rendered(a_text(), **DEFAULTS, echo=False, include_reasoning=True) == "[user|hi]>"
     completion = {"model": "m", "prompt": "ab", "add_special_tokens": True, **DEFAULTS}

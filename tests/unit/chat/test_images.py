@@ -42,7 +42,7 @@ def test_content_without_images_is_one_text(content: Any) -> None:
 
 
 WRONG: dict[str, dict[str, Any]] = {
-    "here.0.image_url.location: only data: URLs are accepted": {
+    "here.0.image_url.url: this server opens no addresses, got 'https://ex": {
         "type": "image_url",
         "image_url": {"url": "https://example.com/a.png"},
     },

@@ -1,6 +1,7 @@
 """Wrong methods, first guesses at URLs, models for Anthropic's clients, and names of requests."""
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.routes.requests import call
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_testing.providers import OneHead
@@ -61,6 +63,34 @@ async def test_a_wrong_method_is_405_and_the_right_ones_are_named(
     assert {"DELETE", "GET"} <= set(several.headers["allow"].split(", "))
 
 
+async def test_clients_of_openai_with_a_wrong_base_url_read_the_right_one(
+    client: httpx.AsyncClient,
+) -> None:
+    calls = ("chat/completions", "completions", "responses", "embeddings", "messages")
+    for base, end in itertools.product(("", "/v1", "/openai/v1", "/api/v1"), calls):
+        answer = await client.post(f"{base}/{end}", json={"model": "m"})
+
+        assert answer.status_code == 404
+        assert "base_url must end in /oai/api/v1" in answer.json()["detail"]
+        assert answer.json()["error"]["message"] == answer.json()["detail"]
+        assert answer.json()["error"]["code"] == "not_found"
+    assert "error" in (await client.get("/api/v1/models")).json()
+    assert "error" not in (await client.get("/api/v1/unknown")).json()
+
+
+async def test_a_wrong_base_url_below_the_prefixes_is_named_with_the_right_ones(
+    client: httpx.AsyncClient,
+) -> None:
+    for path in (
+        *("/oai/chat/completions", "/oai/api/chat/completions", "/oai/v1/chat/completions"),
+        *(f"{routes.OPENAI_CHAT}/chat/completions", f"{routes.OPENAI}/v1/chat/completions"),
+        *("/anthropic/v1/messages", f"{routes.ANTHROPIC}/v1/v1/messages"),
+    ):
+        said = (await client.post(path, json={"model": "m"})).json()["error"]["message"]
+
+        assert "base_url must end in /oai/api/v1 (OpenAI) or /anthropic/api (Anthropic" in said
+
+
 async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClient) -> None:
     for method, path, words in (
         ("POST", "/v1/chat/completions", routes.OPENAI),
@@ -70,6 +100,7 @@ async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClien
         ("GET", "/metrics", "TINKERCLOUD_METRICS_PORT"),
         ("GET", "/docs", "/openapi.json"),
         ("GET", "/", "TINKER_BASE_URL"),
+        ("GET", "/", "OPENAI_BASE_URL is its address with /oai/api/v1"),
         ("GET", "/v1/api/v1/get_server_capabilities", "the server's address without a path"),
     ):
         answer = await client.request(method, path)
@@ -127,6 +158,42 @@ async def test_an_unknown_model_is_an_error_of_the_field_model(client: httpx.Asy
         assert answer.status_code in {400, 404}
         assert error["param"] == "model"
         assert error["code"] == ("model_not_found" if answer.status_code == 404 else None)
+
+
+async def test_a_wrong_model_is_quoted_with_the_names_and_forms_that_are_right(
+    client: httpx.AsyncClient,
+) -> None:
+    [served] = [each["id"] for each in (await client.get(routes.OPENAI_MODELS)).json()["data"]]
+    for path, name, words in (
+        (routes.OPENAI_CHAT, "unknown", f"served: {served!r}; GET {routes.OPENAI_MODELS} "),
+        (routes.ANTHROPIC_MESSAGES, "unknown", f"GET {routes.ANTHROPIC_MODELS} "),
+        (routes.OPENAI_CHAT, "tinker://abc/a", "'tinker://abc/a'"),
+        (routes.OPENAI_CHAT, "tinker://abc/a", "tinker://RUN/sampler_weights/NAME"),
+        (routes.OPENAI_CHAT, "tinker://abc/sampler_weights/a", "'tinker://abc/sampler_weights/a'"),
+    ):
+        answer = await client.post(path, json={"model": name})
+
+        assert words in answer.json()["error"]["message"]
+
+
+async def test_a_model_that_is_not_loaded_yet_is_503_with_what_to_do(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call, "_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(OneHead, "acquire", lambda *_: asyncio.sleep(60))
+
+    answer = await client.post(routes.OPENAI_CHAT, json={"model": "tiny"})
+
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "no reason; send it again"
+
+
+async def test_a_malformed_recorded_session_is_unknown(client: httpx.AsyncClient) -> None:
+    for below in ("", "/v1/models", "/datums"):
+        answer = await client.get(f"{routes.OPENAI_SESSIONS}/nope{below}")
+
+        assert answer.status_code == 404
+        assert "recorded session 'nope' is unknown" in answer.json()["error"]["message"]
 
 
 async def test_calls_that_clients_of_openai_often_make_are_refused_with_what_to_do(

@@ -161,7 +161,9 @@ class HotPaths:
         if method != "POST" or not path.startswith(routes.PREFIX):
             return None
         allowed = allowed_methods(self._routed, scope)
-        if "POST" in allowed:
+        # A call of another API below a wrong base URL gets an error in the shape of that API.
+        is_foreign = not allowed and path.endswith(chat_errors.CALLS)
+        if "POST" in allowed or is_foreign:
             return None
         if allowed:
             return _rejecting(scope, partial(_reject_post, allowed=allowed))

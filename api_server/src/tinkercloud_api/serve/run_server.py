@@ -39,6 +39,7 @@ from tinkercloud_api.serve.model_download import download_missing
 from tinkercloud_api.web import connections
 from tinkercloud_protocol.heads import descriptors
 from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import WireError
 
 log = structlog.get_logger(__name__)
@@ -273,7 +274,7 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
         lines += ["Created an API key. It is shown only once and stored as a hash:", ""]
     else:
         lines += [
-            "To create another API key:",
+            "The API keys of before stay valid. To create another one:",
             "",
             _command(settings, "keys", "create", "NAME"),
             "",
@@ -282,6 +283,10 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",
         f"export HF_ENDPOINT={url}/hf    # tokenizers from this server, not the public hub",
+        f"export OPENAI_BASE_URL={url}{routes.OPENAI}    # for OpenAI's clients",
+        f"export ANTHROPIC_BASE_URL={url}{routes.ANTHROPIC}    # for Anthropic's",
+        "",
+        "In a browser: `tinkercloud console` prints a link.",
     ]
     if model is not None:
         lines += [

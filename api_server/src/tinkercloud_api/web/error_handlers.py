@@ -11,9 +11,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
+from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.asgi import error_headers
-from tinkercloud_protocol.wire.errors import MethodNotAllowed, WireError
+from tinkercloud_protocol.wire.errors import MethodNotAllowed, NotFound, WireError
 from tinkercloud_protocol.wire.json_model import describe, sentences
 
 log = structlog.get_logger(__name__)
@@ -52,11 +53,12 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
             request, MethodNotAllowed(request.method, request.url.path, allowed)
         )
     if error.status_code == 404:
-        detail = (
-            f"{request.method} {request.url.path} is not supported by this server;"
-            f" {_instead(request.url.path)}"
-        )
-        return JSONResponse({"detail": detail}, 404)
+        path = request.url.path
+        detail = f"{request.method} {path} is not supported by this server; {_instead(path)}"
+        # Clients of OpenAI's API with a wrong base URL show only their own shape.
+        shape = chat_errors.error_object(path, NotFound(detail))
+        is_chat = path.endswith(chat_errors.CALLS)
+        return JSONResponse({"detail": detail, **(shape if is_chat else {})}, 404)
     detail = error.detail
     if isinstance(error.__cause__, RecursionError):
         detail = "request body: JSON is nested too deeply; send only the fields of this call"
@@ -87,21 +89,20 @@ def _instead(path: str) -> str:
     if path in {"/", "/docs", "/ui"}:
         return (
             "this is a Tinkercloud server, for clients with its address in TINKER_BASE_URL and a"
-            " key in TINKER_API_KEY; /openapi.json describes its calls, /healthz its state"
+            f" key in TINKER_API_KEY. OPENAI_BASE_URL is its address with {routes.OPENAI},"
+            f" ANTHROPIC_BASE_URL with {routes.ANTHROPIC}; /openapi.json describes its calls,"
+            " /healthz its state, and /console is for browsers"
         )
+    if path.endswith(chat_errors.CALLS):
+        return chat_errors.BASE_URLS
     if routes.PREFIX in path[1:] and not path.startswith((routes.OPENAI, routes.ANTHROPIC)):
         return "the base URL of the SDK and of `tinkercloud` is the server's address without a path"
     if path == "/login":
         return "logins are off: an operator turns them on with TINKERCLOUD_OIDC"
     if path == "/metrics":
         return "metrics have a port of their own, TINKERCLOUD_METRICS_PORT"
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
-        return f"the base URL of Anthropic's clients is {routes.ANTHROPIC}"
     if path == "/v1" or path.startswith("/v1/"):
-        return (
-            f"the base URL of OpenAI's clients is {routes.OPENAI}, that of Anthropic's"
-            f" {routes.ANTHROPIC}"
-        )
+        return chat_errors.BASE_URLS
     return "docs/use/sdk.md lists the supported calls, and /openapi.json describes them"
 
 

@@ -8,12 +8,20 @@ from typing import Any
 
 import orjson
 
+from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import ContextLengthExceeded, WireError
 
 OPENAI = "/oai/"
 ANTHROPIC = "/anthropic/"
 PREFIXES = (OPENAI, ANTHROPIC)
 """Prefixes of the paths of these endpoints."""
+CALLS = ("/completions", "/responses", "/embeddings", "/models", "/messages")
+"""How the paths of calls of these clients end, also below a wrong base URL."""
+BASE_URLS = (
+    f"base_url must end in {routes.OPENAI} (OpenAI) or {routes.ANTHROPIC} (Anthropic, without /v1),"
+    f" as in http://HOST:PORT{routes.OPENAI}"
+)
+"""What to do about a wrong base URL."""
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 _OPENAI_CODES = {401: "invalid_api_key", 403: "permission_denied", 429: "rate_limit_exceeded"}
 _ANTHROPIC_TYPES = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from tinkercloud_protocol.requests.sampling_requests import SamplingParams
 from tinkercloud_protocol.wire.errors import InvalidRequest
@@ -81,10 +81,16 @@ class _OutputFormat(WireModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
+def _refused(value: object) -> object:
+    del value
+    raise ValueError("this server does not support it; leave it out")
+
+
 class _OutputConfig(WireModel):
     """The form of the text of an answer. Other settings of the output are refused."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_refused)]]
 
     format: _OutputFormat | None = None
 

@@ -12,6 +12,7 @@ from typing import Any
 from tinkercloud_protocol.requests.image_files import ImagePart, image_chunk_at
 from tinkercloud_protocol.requests.sampling_requests import Chunk, ModelInput
 from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.shown import shown
 
 Content = str | Sequence[dict[str, Any]] | None
 """The content of a message: text, or parts."""
@@ -54,6 +55,11 @@ def _image(part: dict[str, Any], where: str) -> Chunk:
         raise InvalidRequest(
             f"{where}.detail: not supported, since images are read in the size of their file; leave"
             " it out, and resize the image"
+        )
+    if url[:5].lower() != "data:":
+        raise InvalidRequest(
+            f"{where}.url: this server opens no addresses, got {shown(url)}; send it as a data: URL"
+            " (data:image/png;base64,...)"
         )
     return Chunk.model_validate(image_chunk_at(url, where))
 

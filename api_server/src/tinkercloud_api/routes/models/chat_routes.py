@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -20,18 +20,23 @@ from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Context
+from tinkercloud_api.providers.base import Pending
 from tinkercloud_api.providers.model_names import model_of
 from tinkercloud_api.routes.requests.call import Call, wait_for_head
 from tinkercloud_protocol.heads.head_messages import RecordedSessionList
 from tinkercloud_protocol.requests.sampling_requests import NamedWeights
+from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import recorded_paths, routes
 from tinkercloud_protocol.wire.asgi import respond
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.exact_json import read_body
+from tinkercloud_protocol.wire.paths import SCHEME, CheckpointPath
 
 _SMALL_BODY_BYTES = 64 << 10
 _MAX_CHECKPOINTS = 1000
 """Checkpoints in the list of models, the latest first."""
+_MAX_NAMED = 5
+"""Served models that an error lists by name."""
 _SERVER = "tinkercloud"
 """Owner of base models."""
 _WEIGHTS_FIELD = re.compile(r"^(base_model|model_path|model_id|model):? ")
@@ -52,8 +57,14 @@ async def reject_unknown(call: Call) -> None:
         NotFound: always.
     """
     path = call.request.path
+    session = path.removeprefix(f"{routes.OPENAI_SESSIONS}/")
+    if session != path and recorded_paths.parse(path) is None:
+        name = session.partition("/")[0][:256]
+        raise NotFound(
+            f"recorded session {name!r} is unknown; POST {routes.OPENAI_SESSIONS} creates one"
+        )
     known = [text for name, text in _INSTEAD.items() if f"{path}/".startswith(f"{name}/")]
-    instead = known[0] if known else "docs/use/openai.md lists the supported calls"
+    instead = known[0] if known else f"{chat_errors.BASE_URLS}; /openapi.json lists the calls"
     raise NotFound(f"{call.request.method} {path[:256]} is not supported by this server; {instead}")
 
 
@@ -69,8 +80,11 @@ async def forward(call: Call) -> None:
     body = await call.request.body()
     is_small = len(body) < _SMALL_BODY_BYTES
     name = _model_in(body) if is_small else await asyncio.to_thread(_model_in, body)
+    is_anthropic = call.request.path.startswith(routes.ANTHROPIC)
+    models = routes.ANTHROPIC_MODELS if is_anthropic else routes.OPENAI_MODELS
     with _named_model():
-        sampler_id = await server.sampling_sessions.of(weights_of(name, server), call.principal)
+        weights = weights_of(name, server, models)
+        sampler_id = await server.sampling_sessions.of(weights, call.principal)
     await _forward_to_sampler(call, call, sampler_id, body)
 
 
@@ -155,7 +169,7 @@ async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body
     if (run_id := await locator.known.run_of_sampler(sampler_id)) is not None:
         server.activity.touch(run_id)
     endpoint = await wait_for_head(
-        locator.head_of_sampler(sampler_id), lambda: locator.sampler_pending(sampler_id)
+        locator.head_of_sampler(sampler_id), lambda: _again(locator.sampler_pending(sampler_id))
     )
     seconds = server.settings.sample_wait_seconds
     forwarding = asyncio.ensure_future(
@@ -173,6 +187,13 @@ async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body
         await asyncio.gather(gone, forwarding, return_exceptions=True)
 
 
+def _again(pending: Pending) -> Pending:
+    """Return why a head is not ready, with what to do: clients of chats know no queue."""
+    if pending.reason.endswith(" again"):
+        return pending
+    return replace(pending, reason=f"{pending.reason}; send it again")
+
+
 def _model_in(body: bytes) -> str:
     content = read_body(body)
     name = content.get("model") if isinstance(content, dict) else None
@@ -181,25 +202,35 @@ def _model_in(body: bytes) -> str:
     return name
 
 
-def weights_of(name: str, server: Context) -> NamedWeights:
+def weights_of(name: str, server: Context, models: str = routes.OPENAI_MODELS) -> NamedWeights:
     """Return the weights that a model's name means.
 
     `<base model>`, `tinker://<run>/sampler_weights/<name>`, `<base model>;<tinker path>`, or the id
     of a model in training, whose current weights are sampled.
+
+    Args:
+        name: the model's name.
+        server: the server.
+        models: the path that lists the models for the client.
 
     Raises:
         NotFound: the base model is not served.
         InvalidRequest: the name is malformed.
     """
     base, separator, path = name.partition(";")
-    if not separator and name.startswith("tinker://"):
+    if not separator and name.startswith(SCHEME):
+        try:
+            CheckpointPath.parse(name)
+        except InvalidRequest as error:
+            form = f"{SCHEME}RUN/sampler_weights/NAME"
+            raise InvalidRequest(f"{name[:256]!r} is not {form}: {error.message}") from None
         return NamedWeights.read({"model_path": name})
     if not separator and ":train:" in name:
         return NamedWeights.read({"model_id": name})
     if model_of(base, server.provider.models()) is None:
-        raise NotFound(
-            f"model: {base[:256]!r} is not served; GET {routes.OPENAI_MODELS} lists the models"
-        )
+        names = [repr(name) for model in server.provider.models() for name in model.names]
+        served = f"served: {', '.join(names)}; " if 0 < len(names) <= _MAX_NAMED else ""
+        raise NotFound(f"model: {base[:256]!r} is not served; {served}GET {models} lists all")
     if separator:
         return NamedWeights.read({"base_model": base, "model_path": path})
     return NamedWeights.read({"base_model": base})
@@ -315,7 +346,8 @@ async def _looked_up(call: Call, models: str) -> _Model:
     """
     server, name = call.server, unquote(call.request.path.removeprefix(models + "/"))
     with _named_model():
-        saved_at = await server.sampling_sessions.check(weights_of(name, server), call.principal)
+        weights = weights_of(name, server, models)
+        saved_at = await server.sampling_sessions.check(weights, call.principal)
     if saved_at is None:
         return _Model(name, _SERVER, _STARTED)
     return _Model(name, call.principal.owner, saved_at)
