@@ -34,7 +34,7 @@ def test_each_way_of_authentication_has_as_many_routes_as_before() -> None:
         return Counter(line[start:end].strip() for line in lines[2:])
 
     assert count(api_server) == {
-        "key": 105,
+        "key": 106,
         "admin key": 2,
         "signed URL": 4,
         "none": 13,

@@ -10,6 +10,7 @@ from tinkercloud_api.access.auth import Authenticator, Principal
 from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
+from tinkercloud_api.catalog.runs.logged_values import LoggedValues
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
@@ -67,6 +68,7 @@ class Context:
     browsers: BrowserSessions
     usage: UsageLedger
     points: RunPoints
+    logged: LoggedValues
     sampler_clients: SamplerClients
     custom_losses: CustomLosses
     tenants: Tenants

@@ -89,13 +89,16 @@ def test_a_merge_that_is_impossible_says_why_and_leaves_no_folder(
     used = tmp_path / "used"
     used.mkdir()
     (used / "model.safetensors").touch()
+    tokenizer_only = a_chat_model(tmp_path / "tokenizer")
+    (tokenizer_only / "model.safetensors").unlink()
 
-    for folder, why in [
-        (used, "not an empty folder"),
-        (tmp_path / "new", "those of a whole model"),
+    for folder, given, why in [
+        (used, base, "not an empty folder"),
+        (tmp_path / "new", tokenizer_only, f"{tokenizer_only} has no weights; was it downloaded"),
+        (tmp_path / "new", base, "those of a whole model"),
     ]:
         ran = subprocess.run(
-            [TINKERCLOUD, "checkpoints", "merge", checkpoint, folder, "--base", base],
+            [TINKERCLOUD, "checkpoints", "merge", checkpoint, folder, "--base", given],
             env={**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": API_KEY},
             capture_output=True,
             text=True,

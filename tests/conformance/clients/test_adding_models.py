@@ -94,6 +94,7 @@ def test_an_added_model_is_trained_at_once_and_after_a_restart_until_it_is_remov
         step(training)
         used = models(empty)[ADDED]
         refused = models_command(empty, "remove", ADDED, "--yes")
+        unasked = models_command(empty, "remove", ADDED)
 
     empty.stop()
     empty.start()
@@ -107,6 +108,8 @@ def test_an_added_model_is_trained_at_once_and_after_a_restart_until_it_is_remov
     assert refused.returncode == 1
     assert f"name: runs use {ADDED!r}: {training.model_id} of " in refused.stderr
     assert "end each with `tinkercloud runs stop RUN`" in refused.stderr
+    assert unasked.returncode == 1
+    assert f"error: runs use {ADDED} (1); end each with" in unasked.stderr
     assert (removed.returncode, removed.stdout) == (0, f"{ADDED} is not served any more\n")
     assert (again.returncode, again.stdout) == (0, f"{ADDED} was not served\n")
     assert not Path(f"/proc/{pid}").exists()
@@ -229,13 +232,15 @@ def test_a_server_starts_without_an_added_model_that_was_damaged_and_says_why(
 
 def test_a_given_model_is_removed_until_the_next_start(server: Server) -> None:
     unsure = models_command(server, "remove", GIVEN, answer="n\n")
+    no_terminal = models_command(server, "remove", GIVEN, answer="")
     kept = [*models(server)]
     removed = models_command(server, "remove", GIVEN, answer="y\n")
     gone = [*models(server)]
     server.stop()
     server.start()
 
-    assert (unsure.returncode, kept) == (1, [GIVEN])
+    assert (unsure.returncode, no_terminal.returncode, kept) == (1, 1, [GIVEN])
+    assert "there is no terminal to ask in; use --yes" in no_terminal.stderr
     assert "until the next start: a setting or --model names it" in removed.stdout
     assert gone == []
     assert [*models(server)] == [GIVEN]

@@ -273,3 +273,29 @@ def test_problems_are_named_with_what_to_do(server: Server, browser: Browser) ->
     assert json.loads(CliRunner().invoke(app, command).stdout) == found
     page = text(browser.get("/console/problems"))
     assert all(each["remedy"] in page for each in found)
+
+
+def test_what_a_client_logs_is_on_the_page_of_its_run(
+    server: Server, browser: Browser, training: tinker.TrainingClient
+) -> None:
+    path = f"runs/{training.model_id}/metrics"
+    for number in range(3):
+        body = {"step": number, "metrics": {f"reward {SCRIPT}"[:40]: number / 2}}
+        assert server.post(path, body).status == 200
+    for wrong in (
+        {"step": -1, "metrics": {"a": 1}},
+        {"step": 1, "metrics": {}},
+        {"step": 1, "metrics": {"a": "x"}},
+        {"step": 1, "metrics": {"a" * 65: 1}},
+        {"step": 1, "metrics": {"a\0": 1}},
+        b'{"step": 1, "metrics": {"a": NaN}}',
+    ):
+        assert server.post(path, wrong).status == 400, wrong
+    stranger = server.new_key("stranger")
+    assert server.post(path, {"step": 1, "metrics": {"a": 1}}, key=stranger).status == 404
+
+    page = browser.get(f"/console/runs/{training.model_id}")
+
+    assert "<script" not in page.text
+    assert 'reward <script>alert("x")</script>' in text(page)
+    assert text(page).count("0 at first, 1 at last") == 1

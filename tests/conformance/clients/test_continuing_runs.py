@@ -157,6 +157,7 @@ def test_a_run_whose_client_went_away_continues_to_the_bit(
         lines = printed(server, "attach", client.run, "--yes")
 
     assert f"taken {STEPS} steps: continue with the data of step {STEPS + 1}" in lines
+    assert lines.endswith(f"\nstep = {STEPS}\n")
     assert losses_of(server, lines) == expected[STEPS:]
 
 
@@ -279,15 +280,17 @@ def test_a_run_is_stopped_after_a_question_and_continues_from_what_was_saved(
     with a_client(server) as client:
         client.step()
         refused = runs(server, "stop", client.run, answer="n\n")
+        unasked = [runs(server, command, client.run) for command in ("stop", "attach")]
         assert shown(server, client.run)["state"] == "live"
         stopped = printed(server, "stop", client.run, "--yes").strip()
         assert client.step() is None
 
-    assert refused.exit_code == 1
+    assert [each.exit_code for each in (refused, *unasked)] == [1, 1, 1]
+    assert all("there is no terminal to ask in; use --yes" in said(each) for each in unasked)
     assert re.search(rf"End run {client.run} \(nightly\) of \S+, step 1, last seen", said(refused))
     assert stopped == f"tinker://{client.run}/weights/last-step-000001"
     after = shown(server, client.run)
-    assert after["state"] == "ended"
+    assert (after["state"], after["step"]) == ("ended", 1)
     lines = printed(server, "attach", client.run)
     assert losses_of(server, lines) == expected[1 : 1 + STEPS]
     assert printed(server, "stop", client.run, "--yes").strip() == "ended"
@@ -298,6 +301,7 @@ def test_a_suspended_run_leaves_memory_until_its_next_request(
 ) -> None:
     with a_client(server) as client:
         assert client.step() == expected[0]
+        assert printed(server, "stop", client.run, "--suspend", "--yes").strip() == "suspended"
         assert printed(server, "stop", client.run, "--suspend", "--yes").strip() == "suspended"
         after = shown(server, client.run)
         assert client.step() == expected[1]
@@ -330,10 +334,10 @@ def test_a_run_of_another_owner_does_not_exist_and_saves_and_stops_are_audited(
     audit = [sys.executable, "-m", "tinkercloud_api", "audit", "--json"]
     printed = subprocess.check_output(audit, env=environment(server))
     entries = [json.loads(line) for line in printed.splitlines()]
-    named = {
-        (each["event"], each["status"]) for each in entries if client.run in each.get("objects", [])
-    }
-    assert {("checkpoint_write", 200), ("run_stop", 200)} <= named
+    of_run = [each for each in entries if client.run in each.get("objects", [])]
+    named = {(each["event"], each["status"], *each["objects"]) for each in of_run}
+    assert ("run_stop", 200, client.run, "ended") in named
+    assert ("checkpoint_write", 200) in {each[:2] for each in named}
 
 
 def test_the_curve_of_a_run_continues_after_its_head_was_killed(server: Server) -> None:

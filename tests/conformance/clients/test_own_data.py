@@ -1,4 +1,4 @@
-"""The first program of the page about own data runs as it is written."""
+"""The programs of the page about own data that need only the SDK run as they are written."""
 
 import json
 import os
@@ -7,10 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from tinker import types
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.servers import Server, a_server
@@ -21,16 +21,30 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+HELD_OUT = r"held out (\S+), (\S+)"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Run a server with a tiny model that has a chat template."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model that has a chat template."""
     folder = save(tiny_llama(), tmp_path_factory.mktemp("models") / "llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    with a_server(tmp_path_factory.mktemp("state"), {MODEL: folder}) as running:
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> PreTrainedTokenizerBase:
+    """Return its tokenizer."""
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server of this model."""
+    with a_server(tmp_path_factory.mktemp("state"), {MODEL: model}) as running:
         yield running
 
 
@@ -42,12 +56,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(server: Server, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the program of the page in a folder with its data."""
-    page, _, _ = PAGE.partition("## The same with the cookbook")
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
+def program(title: str) -> str:
+    """Return the Python blocks of a section of the page as one program."""
+    [section] = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", section, re.M | re.S))
+
+
+def run(server: Server, folder: Path, title: str) -> subprocess.CompletedProcess[str]:
+    """Run the program of a section in a folder with the data of the page."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", program(title)],
         env={**os.environ, **server.environment_of_recipes(folder), "MODEL": MODEL},
         cwd=folder,
         capture_output=True,
@@ -56,26 +74,72 @@ def run(server: Server, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_program_lowers_the_loss_and_chooses_the_best_checkpoint(
+def test_the_program_lowers_the_loss_and_its_best_checkpoint_answers_next_week(
     server: Server, folder: Path
 ) -> None:
-    ran = run(server, folder)
+    with (folder / "conversations.jsonl").open("a") as lines:
+        lines.write("\n")
+
+    ran = run(server, folder, "Supervised fine-tuning")
+    later = run(server, folder, "Next week")
 
     assert ran.returncode == 0, ran.stderr[-4000:]
-    epochs = re.findall(r"epoch \d: loss (\S+), held out (\S+), (\S+)", ran.stdout)
-    assert float(epochs[-1][0]) < float(epochs[0][0])
-    held_out, best = min((float(loss), path) for _, loss, path in epochs)
-    assert f"best: {best} with {held_out:.3f}" in ran.stdout
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", ran.stdout)]
+    # The last batch of an epoch of five conversations has one.
+    assert len(losses) == 8 * 3
+    assert sum(losses[-3:]) < sum(losses[:3])
+    held_out = [(float(each), path) for each, path in re.findall(HELD_OUT, ran.stdout)]
+    loss, best = min(held_out)
+    assert len(held_out) == 8
+    assert f"best: {best} with {loss:.3f}" in ran.stdout
+    assert later.returncode == 0, later.stderr[-4000:]
+    assert later.stdout.strip("\n") in ran.stdout
 
 
-@pytest.mark.parametrize("broken", ["{", '{"messages": [{"role": "user", "content": "a"}]}', "1"])
-def test_a_broken_line_is_named_with_its_number(folder: Path, broken: str) -> None:
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "{",
+        "1",
+        '{"messages": []}',
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        '{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}',
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
+        '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
+    ],
+)
+def test_a_broken_line_is_named_with_its_number(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, broken: str
+) -> None:
     data = folder / "conversations.jsonl"
     with data.open("a") as lines:
         lines.write(f"{broken}\n")
-    [function] = re.findall(r"^def conversations.*?^            yield messages$", PAGE, re.M | re.S)
-    defined: dict[str, Any] = {"json": json}
-    exec(function, defined)  # noqa: S102 - it is the page's own program
+    [reading] = re.findall(r"^def datum.*?(?=^random)", PAGE, re.M | re.S)
 
     with pytest.raises(SystemExit, match=r"conversations.jsonl, line 7: "):
-        list(defined["conversations"](data))
+        exec(reading, {"DATA": data, "json": json, "tokenizer": tokenizer, "types": types})  # noqa: S102 - it is the page's own program
+
+
+def test_a_program_that_cannot_read_its_data_leaves_no_run(server: Server, folder: Path) -> None:
+    before = server.request("GET", "/api/v1/runs").json()["runs"]
+    (folder / "conversations.jsonl").write_text("{}")
+
+    ran = run(server, folder, "Supervised fine-tuning")
+
+    assert ran.stderr.endswith("conversations.jsonl, line 1: KeyError('messages')\n")
+    after = server.request("GET", "/api/v1/runs").json()["runs"]
+    assert {each["run_id"] for each in after} == {each["run_id"] for each in before}
+
+
+def test_groups_with_equal_rewards_are_not_trained(server: Server, folder: Path) -> None:
+    problems = [{"prompt": "a", "answer": "e"}, {"prompt": "b", "answer": "never said"}]
+    (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))
+
+    ran = run(server, folder, "Reinforcement learning with your own reward")
+
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    trained = re.findall(r"mean reward 0\.\d\d, (\d+) answers trained", ran.stdout)
+    assert len(trained) == 20
+    assert "8" in trained
+    assert set(trained) <= {"0", "8"}
+    assert ran.stdout.rstrip().endswith("/sampler_weights/final")

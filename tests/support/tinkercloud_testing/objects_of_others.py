@@ -123,6 +123,7 @@ def trains_and_samples(of: Names) -> list[Call]:
         Call("POST /api/v1/load_weights", {**theirs, "model_seq_id": 5, **load}),
         Call("POST /api/v1/load_weights", {**mine, "model_seq_id": 5, **load}),
         Call("POST /api/v1/attach_model", {"model_id": of["run_id"]}),
+        Call("POST /api/v1/runs/{run_id}/metrics", {"step": 1, "metrics": {"reward": 1.0}}),
         Call("POST /api/v1/runs/{run_id}/save", {}),
         Call("POST /api/v1/create_model", {**theirs, "model_seq_id": 6, **lora}),
         Call("POST /api/v1/create_custom_loss", {**theirs, "custom_loss_seq_id": 1, **LOSS}),

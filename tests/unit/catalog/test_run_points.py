@@ -4,19 +4,23 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinkercloud_api.catalog.runs.logged_values import MAX_NAMES, LoggedValues
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_protocol.heads.reports.run_curves import MAX_POINTS, Curve, CurveReport
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 RUN = "s:train:0"
 
 
 @pytest.fixture
-async def catalog(database_url: str) -> AsyncIterator[Catalog]:
+async def engine(database_url: str) -> AsyncIterator[AsyncEngine]:
+    """Return a database with a run."""
     engine = open_database(database_url)
     await migrate(engine)
     catalog = Catalog(engine)
@@ -26,13 +30,18 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
     await catalog.add_run(
         TrainingRun(id=RUN, session_id="s", owner="me", base_model="m", spec={"owner": "me"})
     )
-    yield catalog
-    await catalog.close()
+    yield engine
+    await engine.dispose()
 
 
 @pytest.fixture
-def points(catalog: Catalog) -> RunPoints:
-    return RunPoints(catalog._engine)
+def points(engine: AsyncEngine) -> RunPoints:
+    return RunPoints(engine)
+
+
+@pytest.fixture
+def logged(engine: AsyncEngine) -> LoggedValues:
+    return LoggedValues(engine)
 
 
 def extend(curve: Curve, num_steps: int) -> Curve:
@@ -88,3 +97,40 @@ async def test_curves_are_forgotten_some_time_after_the_last_request(points: Run
     assert await points.curve(RUN) == curve
     assert await points.forget(now() + timedelta(days=1))
     assert await points.curve(RUN) == Curve()
+
+
+async def test_a_value_that_is_logged_again_replaces_the_earlier_one(logged: LoggedValues) -> None:
+    await logged.log(RUN, 3, {"reward": 1.0, "length": 7.0}, AT)
+    await logged.log(RUN, 3, {"reward": 2.0}, AT)
+    await logged.log(RUN, 1, {"reward": 0.5}, AT)
+
+    found = await logged.of_run(RUN)
+
+    assert {name: [(row.step, row.value) for row in rows] for name, rows in found.items()} == {
+        "length": [(3, 7.0)],
+        "reward": [(1, 0.5), (3, 2.0)],
+    }
+
+
+async def test_logged_values_are_bounded_and_the_last_of_each_stretch_stays(
+    logged: LoggedValues,
+) -> None:
+    steps = range(1, 2 * MAX_POINTS, 2)
+    for step in steps:
+        await logged.log(RUN, step, {"reward": float(step)}, AT)
+    kept = [row.step for row in (await logged.of_run(RUN))["reward"]]
+    assert kept == list(steps)
+
+    await logged.log(RUN, 4 * MAX_POINTS - 1, {"reward": 0.0}, AT)
+
+    kept = [row.step for row in (await logged.of_run(RUN))["reward"]]
+    assert kept == [*range(3, 2 * MAX_POINTS, 4), 4 * MAX_POINTS - 1]
+
+
+async def test_a_run_has_a_bounded_number_of_names(logged: LoggedValues) -> None:
+    for number in range(MAX_NAMES):
+        await logged.log(RUN, 1, {f"m{number}": 1.0}, AT)
+    await logged.log(RUN, 2, {"m0": 1.0}, AT)
+
+    with pytest.raises(InvalidRequest, match="more than 64 names"):
+        await logged.log(RUN, 2, {"another": 1.0}, AT)

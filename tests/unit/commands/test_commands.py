@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 import typer
+from rich.text import Text
 from typer.main import get_command
 
 from tinkercloud_api.cli import app
@@ -15,7 +16,7 @@ from tinkercloud_api.commands.common import shared
 from tinkercloud_api.commands.common.progress import CopyProgress, waiting
 from tinkercloud_api.config.readable import binary_size, moment
 
-PRINT_NOTHING = {
+ONLY_CHANGE = {
     *("keys revoke", "sessions delete", "checkpoints delete"),
     *("users create", "users set-role", "users disable", "users enable"),
     *("projects rename", "projects delete", "projects set-member", "projects remove-member"),
@@ -41,7 +42,22 @@ def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
     found = dict(commands(get_command(app)))
 
     without = {name for name, options in found.items() if "--json" not in options}
-    assert without == PRINT_NOTHING | RUN_ON | PRINT_TEXT
+    assert without == ONLY_CHANGE | RUN_ON | PRINT_TEXT
+
+
+def help_texts(group: object) -> Iterator[str]:
+    """Yield what the help of all commands says about them and their parameters."""
+    for each in (group, *getattr(group, "params", ())):
+        yield getattr(each, "help", None) or ""
+    for command in getattr(group, "commands", {}).values():
+        yield from help_texts(command)
+
+
+def test_help_is_shown_as_it_is_written() -> None:
+    # `:train:` of an id would become an emoji, and words in brackets a style.
+    texts = set(help_texts(get_command(app)))
+
+    assert {Text.from_markup(text).plain for text in texts} == texts
 
 
 def test_a_completion_loads_nothing_that_only_a_running_command_needs() -> None:

@@ -9,7 +9,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head, train, until
-from tinkercloud_worker.head.serve.lease_reports import _curves
+from tinkercloud_worker.head.serve.lease_reports import curve_reports
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -117,7 +117,8 @@ async def test_a_lease_says_only_what_has_changed_in_a_curve(tmp_path: Path) -> 
 
         def changed() -> list[int]:
             lines = [
-                CurveReport.model_validate_json(line) for line in _curves(head.backend, reported)
+                CurveReport.model_validate_json(line)
+                for line in curve_reports(head.backend, reported)
             ]
             return [point.step for line in lines for point in line.points]
 

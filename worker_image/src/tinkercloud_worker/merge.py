@@ -64,6 +64,9 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
         merged = _adapted(loaded, adapter, model).merge_and_unload()
         merged.to(config.dtype or torch.float32).save_pretrained(written)
         AutoTokenizer.from_pretrained(model).save_pretrained(written)
+        # safetensors writes files that only their owner may read.
+        for file in written.glob("*.safetensors"):
+            file.chmod((written / "config.json").stat().st_mode)
         written.rename(folder)
 
 

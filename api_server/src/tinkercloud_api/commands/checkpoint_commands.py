@@ -28,6 +28,8 @@ _COMPLETE = "checkpoint_complete"
 _PART_BYTES = 1 << 20
 _FOR_MERGING = {"tinkercloud_worker": "tinkercloud", "peft": "peft accelerate"}
 """What merging imports, and the packages that have it."""
+_WEIGHTS = {".safetensors", ".bin"}
+"""Endings of files with weights."""
 _UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size", "is_received", "expires"]
 _COLUMNS = ["path", "type", "base model", "size", "saved", "expires", "public"]
 
@@ -45,7 +47,11 @@ def list_checkpoints(
     ] = 100,
     *,
     everybody: Annotated[
-        bool, typer.Option("--all", help="List the checkpoints of all owners (admins only).")
+        bool,
+        typer.Option(
+            "--all",
+            help="List what you may see: also that of your projects, and for admins of all owners.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -77,8 +83,9 @@ def delete_checkpoints(
     base_url: BaseUrl = None,
 ) -> None:
     """Delete checkpoints."""
-    for url in [_url_of(path) for path in paths]:
+    for path, url in [(path, _url_of(path)) for path in paths]:
         request("DELETE", base_url, api_key, url)
+        typer.echo(f"deleted {path}")
 
 
 @app.command("export")
@@ -110,6 +117,10 @@ def merge_checkpoint(
 ) -> None:
     """Merge an adapter into its base model, and write a model for other programs."""
     _check_empty(folder)
+    if not any(file.suffix in _WEIGHTS for file in base.iterdir()):
+        fail(
+            f"{base} has no weights; was it downloaded with HF_ENDPOINT=<a Tinkercloud server>/hf?"
+        )
     for module, packages in _FOR_MERGING.items():
         if importlib.util.find_spec(module) is None:
             fail(f"merging needs {module}; install it with: pip install {packages}")
@@ -118,7 +129,7 @@ def merge_checkpoint(
         _export(path, adapter, base_url, api_key)
         folders = [str(each) for each in (base, adapter, folder)]
         command = [sys.executable, "-m", "tinkercloud_worker.merge", *folders]
-        with waiting(f"merging into {base}"):
+        with waiting(f"merging the adapter with {base}, writing {folder}"):
             merged = subprocess.run(  # noqa: S603 - our own program
                 command, capture_output=True, text=True, check=False
             )

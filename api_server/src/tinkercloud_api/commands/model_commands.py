@@ -13,6 +13,8 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Json,
     Watch,
+    Yes,
+    confirm,
     fail,
     request,
     say,
@@ -105,7 +107,7 @@ def remove_model(
     *,
     api_key: ApiKey,
     base_url: BaseUrl = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Serve a base model without runs no longer, and free its memory (admins).
@@ -113,7 +115,10 @@ def remove_model(
     Its files, and the checkpoints that were trained on it, stay.
     """
     if not yes:
-        typer.confirm(f"Stop serving {name}, also to clients that sample it?", abort=True, err=True)
+        used = {each["model_name"]: each["runs"] for each in _listed(api_key, base_url)}
+        if used.get(name):
+            fail(f"runs use {name} ({used[name]}); end each with `tinkercloud runs stop RUN`")
+    confirm(f"Stop serving {name}, also to clients that sample it?", skipped=yes)
     removed = request("DELETE", base_url, api_key, f"base_models/{quote(name, safe='')}")
     sentence = f"{name} {'is not served any more' if removed['was_served'] else 'was not served'}"
     if removed["returns_at_start"]:

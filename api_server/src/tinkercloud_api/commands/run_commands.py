@@ -12,6 +12,8 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Json,
     Watch,
+    Yes,
+    confirm,
     fail,
     request,
     say,
@@ -40,8 +42,9 @@ _CONTINUABLE = {"live", "suspended", "on disk", "dedicated"}
 _GONE = {"lost": "is lost", "ended": "has ended"}
 """States of runs of which only checkpoints remain."""
 
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run: SESSION:train:N.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Id of the run, as `tinkercloud runs list` shows it.")
+]
 
 _ATTACHING = """\
 import tinker
@@ -58,7 +61,7 @@ training_client = tinker.TrainingClient(
 )
 training_client._request_id_counter = training_client._turn_counter = {counter}
 service_client.holder._sampling_client_counter = {sampler}
-# {taken}"""
+{taken}"""
 _RESTORING = """\
 import tinker
 
@@ -66,7 +69,7 @@ service_client = tinker.ServiceClient()
 training_client = service_client.create_training_client_from_state_with_optimizer(
     {path!r}
 ).result()
-# {taken}"""
+{taken}"""
 
 
 @app.command("list")
@@ -81,7 +84,11 @@ def list_runs(
         str | None, typer.Option(help="List the runs of this owner (admins only).")
     ] = None,
     everybody: Annotated[
-        bool, typer.Option("--all", help="List the runs of all owners (admins only).")
+        bool,
+        typer.Option(
+            "--all",
+            help="List what you may see: also that of your projects, and for admins of all owners.",
+        ),
     ] = False,
     again: Watch = False,
     as_json: Json = False,
@@ -234,9 +241,9 @@ def stop_run(
 ) -> None:
     """Save a run and end it, or suspend it; its checkpoints stay."""
     found = _details(run, api_key, base_url)
-    action = "suspend" if suspend else "end"
-    _confirm(f"{action} {_described(found)}", skipped=yes)
-    _say_wait("saving", found)
+    confirm(f"{'Suspend' if suspend else 'End'} {_described(found)}?", skipped=yes)
+    if not (suspend and found["state"] in {"suspended", "on disk"}):
+        _say_wait("saving", found)
     answer = request("POST", base_url, api_key, f"{_path(run)}/stop", {"suspend": suspend})
     say(answer["tinker_path"] or answer["state"], answer, as_json=as_json)
 
@@ -252,7 +259,8 @@ def attach_run(
     found = _details(run, api_key, base_url)
     if found["state"] in _CONTINUABLE:
         if found["is_connected"]:
-            _confirm(f"shut out the client, if it still runs, of {_described(found)}", skipped=yes)
+            question = f"Shut out the client, if it still runs, of {_described(found)}?"
+            confirm(question, skipped=yes)
         _say_wait("continuing", found)
         typer.echo(_attached(run, api_key, base_url))
         return
@@ -284,11 +292,16 @@ def _attached(run: str, api_key: str, base_url: str | None) -> str:
 
 
 def _taken(step: int | None) -> str:
+    """Return the lines that say how many steps a model has taken."""
     if step is None:
         return (
-            "The session head is of an earlier version, which does not say how many steps it took."
+            "# The session head is of an earlier version, which does not say how many steps it"
+            " took."
         )
-    return f"The model has taken {step} steps: continue with the data of step {step + 1}."
+    return (
+        f"# The model has taken {step} steps: continue with the data of step {step + 1}.\n"
+        f"step = {step}"
+    )
 
 
 def _details(run: str, api_key: str, base_url: str | None) -> dict[str, Any]:
@@ -313,9 +326,3 @@ def _say_wait(what: str, run: dict[str, Any]) -> None:
         size = run["memory_bytes"]
         place = f"{run['state']}, {binary_size(size)}" if size else run["state"]
         typer.echo(f"{what} a model of {run['base_model']} ({place}) ...", err=True)
-
-
-def _confirm(action: str, *, skipped: bool) -> None:
-    """Ask whether to do something; exit if not."""
-    if not skipped:
-        typer.confirm(action[0].upper() + action[1:] + "?", abort=True, err=True)

@@ -48,20 +48,24 @@ class Chart:
 
 
 Place = tuple[int, RunCurvePoint]
-"""A point, and how many steps the run has taken with it."""
+"""A step of the axis, and the point there."""
 
 
-def chart(metric: str, curves: Mapping[str, Sequence[RunCurvePoint]]) -> Chart | None:
+def by_steps_taken(points: Sequence[RunCurvePoint]) -> list[Place]:
+    """Return the points of a run at the numbers of steps that it had taken with them.
+
+    The optimizer's numbers would go back where a run has loaded an earlier checkpoint.
+    """
+    return list(zip(accumulate(point.steps for point in points), points, strict=True))
+
+
+def chart(metric: str, placed: Mapping[str, Sequence[Place]]) -> Chart | None:
     """Return the chart of a metric; None if no step of any run has a finite value of it.
 
     Args:
         metric: its name.
-        curves: the curves of runs, by name.
+        placed: the points of runs, by name, in the order of their steps.
     """
-    placed = {
-        name: list(zip(accumulate(point.steps for point in points), points, strict=True))
-        for name, points in curves.items()
-    }
     shown = {
         name: [values for _, point in places if (values := _shown(point, metric)) is not None]
         for name, places in placed.items()
@@ -69,14 +73,14 @@ def chart(metric: str, curves: Mapping[str, Sequence[RunCurvePoint]]) -> Chart |
     finite = [values for found in shown.values() for values in found]
     if not finite:
         return None
-    axes = _axes_of(finite, max(places[-1][0] for places in placed.values() if places))
+    axes = _axes_of(finite, [step for places in placed.values() for step, _ in places])
     lines = [_line(number, metric, places, axes) for number, places in enumerate(placed.values())]
     summaries = [
         f"{name}: {found[0].mean:.4g} at first, {found[-1].mean:.4g} at last"
         for name, found in shown.items()
         if found
     ]
-    marks = sorted({1, (1 + axes.num_steps) // 2, axes.num_steps})
+    marks = sorted({axes.first, (axes.first + axes.last) // 2, axes.last})
     heights = (axes.low, axes.low / 2 + axes.high / 2, axes.high)
     return Chart(
         metric,
@@ -89,12 +93,14 @@ def chart(metric: str, curves: Mapping[str, Sequence[RunCurvePoint]]) -> Chart |
 
 @dataclass(frozen=True, slots=True)
 class _Axes:
-    num_steps: int
+    first: int
+    last: int
     low: float
     high: float
 
     def x(self, step: int) -> float:
-        share = (step - 1) / (self.num_steps - 1) if self.num_steps > 1 else 0.5
+        span = self.last - self.first
+        share = (step - self.first) / span if span else 0.5
         return _LEFT + share * (WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float | None) -> float:
@@ -104,13 +110,13 @@ class _Axes:
         return HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM)
 
 
-def _axes_of(finite: Sequence[CurveMetric], num_steps: int) -> _Axes:
+def _axes_of(finite: Sequence[CurveMetric], steps: Sequence[int]) -> _Axes:
     low = min(values.low for values in finite if values.low is not None)
     high = max(values.high for values in finite if values.high is not None)
     if low / 2 == high / 2:
         margin = abs(low) / 2 or 1.0
         low, high = max(low - margin, -_MAX), min(high + margin, _MAX)
-    return _Axes(num_steps, low, high)
+    return _Axes(min(steps), max(steps), low, high)
 
 
 def _shown(point: RunCurvePoint, metric: str) -> CurveMetric | None:

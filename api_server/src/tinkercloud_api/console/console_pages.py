@@ -23,11 +23,16 @@ from tinkercloud_api.access.effects import READS, changes, declares, names_no_ob
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.console import page_texts
-from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, chart
+from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, by_steps_taken, chart
 from tinkercloud_api.context import Context, Server, get_context
 from tinkercloud_api.routes.account import usage_routes
 from tinkercloud_api.routes.sessions import problem_routes, run_state_routes
-from tinkercloud_protocol.responses.run_states import RunCurvePoint
+from tinkercloud_protocol.responses.run_states import (
+    CurveMetric,
+    LoggedPoint,
+    RunCurve,
+    RunCurvePoint,
+)
 from tinkercloud_protocol.wire.asgi import Scope
 from tinkercloud_protocol.wire.errors import Unauthenticated, WireError
 from tinkercloud_protocol.wire.ids import ModelId
@@ -212,7 +217,7 @@ async def show_run(
         run=run,
         points=curve.points,
         metrics=[name for name in _METRICS if any(name in each.metrics for each in curve.points)],
-        charts=_charts({run_id: curve.points}),
+        charts=[*_charts({run_id: curve.points}), *_logged_charts(curve)],
         follow=follow,
         twin=f"runs/{quote(run_id, safe=':')}/curve",
         command=f"tinkercloud runs curve {run_id} --watch",
@@ -295,7 +300,23 @@ async def show_usage(server: Server, session: Session) -> Response:
 
 
 def _charts(curves: Mapping[str, Sequence[RunCurvePoint]]) -> list[Chart]:
-    return [found for name in _METRICS if (found := chart(name, curves)) is not None]
+    placed = {run: by_steps_taken(points) for run, points in curves.items()}
+    return [found for name in _METRICS if (found := chart(name, placed)) is not None]
+
+
+def _logged_charts(curve: RunCurve) -> list[Chart]:
+    """Return the charts of what the client of a run has logged."""
+    drawn = {
+        name: [(value.step, _as_point(name, value)) for value in values]
+        for name, values in curve.logged.items()
+    }
+    charts = (chart(name, {curve.run_id: places}) for name, places in drawn.items())
+    return [found for found in charts if found is not None]
+
+
+def _as_point(name: str, logged: LoggedPoint) -> RunCurvePoint:
+    value = CurveMetric(mean=logged.value, low=logged.value, high=logged.value, not_finite=0)
+    return RunCurvePoint(step=logged.step, steps=1, time=logged.time, metrics={name: value})
 
 
 async def _names(runs: Iterable[str], server: Context) -> dict[str, str | None]:

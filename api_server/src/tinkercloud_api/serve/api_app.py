@@ -34,6 +34,7 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.runs.admission import RunQuotas
+from tinkercloud_api.catalog.runs.logged_values import LoggedValues
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
@@ -242,6 +243,7 @@ async def running_context(
         browsers=BrowserSessions(ConsoleTokens(engine), authenticator),
         usage=UsageLedger(engine),
         points=RunPoints(engine),
+        logged=LoggedValues(engine),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),

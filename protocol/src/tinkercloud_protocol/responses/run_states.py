@@ -107,6 +107,14 @@ class RunCurvePoint(Answer):
     and `kl` with losses that compare policies."""
 
 
+class LoggedPoint(Answer):
+    """A value that the client has logged."""
+
+    step: int
+    value: float
+    time: datetime
+
+
 class RunCurve(Answer):
     """GET runs/{id}/curve."""
 
@@ -114,6 +122,8 @@ class RunCurve(Answer):
     points: list[RunCurvePoint]
     """The earliest first. Steps are in the order in which they were taken; their number becomes
     smaller where the run loaded an earlier checkpoint."""
+    logged: dict[str, list[LoggedPoint]]
+    """What the client has logged with POST runs/{id}/metrics, by name, in the order of steps."""
 
 
 class RunSaved(Answer):

@@ -46,6 +46,9 @@ def test_the_merged_model_computes_what_peft_does(
         logprobs(tiny_llama(), adapter, TOKENS), abs=1e-4
     )
     assert {each.name for each in tmp_path.iterdir()} == {"base", "adapter", "merged"}
+    (tmp_path / "new").touch()
+    modes = {each.stat().st_mode for each in (tmp_path / "merged").iterdir()}
+    assert modes == {(tmp_path / "new").stat().st_mode}
 
 
 @pytest.mark.parametrize(

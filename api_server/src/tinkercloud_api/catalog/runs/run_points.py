@@ -7,13 +7,13 @@ several servers, therefore changes nothing that is already known.
 from datetime import datetime
 from typing import cast
 
-from sqlalchemy import CursorResult, delete, select
 from sqlalchemy import Table as SqlTable
+from sqlalchemy import delete, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import RunPoint, TrainingRun
+from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, TrainingRun
 from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 
 _TABLE = cast("SqlTable", RunPoint.__table__)
@@ -65,15 +65,22 @@ class RunPoints(Statements):
         return Curve(stride, [_point(row) for row in rows if row.stride == stride])
 
     async def forget(self, before: datetime) -> bool:
-        """Delete the points of some runs without a request since a time; say if there were any."""
-        last_used = TrainingRun.last_request_at
-        old = select(TrainingRun.id).where(
-            last_used < before, select(RunPoint).where(RunPoint.run_id == TrainingRun.id).exists()
-        )
+        """Delete the points and logged values of some runs without a request since a time.
+
+        Returns:
+            Whether there were any.
+        """
+        kept = [
+            select(each).where(each.run_id == TrainingRun.id) for each in (RunPoint, LoggedValue)
+        ]
+        has_some = or_(*(each.exists() for each in kept))
+        old = select(TrainingRun.id).where(TrainingRun.last_request_at < before, has_some)
         chosen = old.limit(_MAX_FORGOTTEN)
         async with self._writing() as db:
-            deleted = await db.execute(delete(RunPoint).where(RunPoint.run_id.in_(chosen)))
-            return isinstance(deleted, CursorResult) and bool(deleted.rowcount)
+            runs = (await db.scalars(chosen)).all()
+            for table in (RunPoint, LoggedValue):
+                await db.execute(delete(table).where(table.run_id.in_(runs)))
+        return bool(runs)
 
 
 def _row(run_id: str, stride: int, point: CurvePoint) -> dict[str, object]:

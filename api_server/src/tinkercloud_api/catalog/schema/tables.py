@@ -400,6 +400,18 @@ class RunPoint(Table):
     metrics: Mapped[dict[str, Any]]
 
 
+class LoggedValue(Table):
+    """A value that the client of a run has logged at a step."""
+
+    __tablename__ = "logged_values"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    value: Mapped[float] = mapped_column(Double)
+    at: Mapped[datetime]
+
+
 class ConsoleToken(Table):
     """A link to the console that was not used, or the session of a browser."""
 

@@ -36,6 +36,7 @@ BaseUrl = Annotated[
     ),
 ]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 _FOLDED_WIDTH = 40
 """Minimum width, in characters, of a table's last column, which may wrap."""
 _WATCH_SECONDS = 2.0
@@ -91,6 +92,26 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
 def say(sentence: str, content: object, *, as_json: bool) -> None:
     """Print the outcome of a command: a sentence, or JSON that says the same."""
     typer.echo(json.dumps(content) if as_json else sentence)
+
+
+def confirm(question: str, *, skipped: bool) -> None:
+    """Ask whether to do something, and exit if not.
+
+    Args:
+        question: what to ask.
+        skipped: whether `--yes` was given, so that nothing is asked.
+    """
+    if skipped:
+        return
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        typer.echo(err=True)
+        fail("there is no terminal to ask in; use --yes")
+    if not agreed:
+        raise typer.Abort
 
 
 def watch(draw: Callable[[], None], *, again: bool) -> None:

@@ -5,12 +5,13 @@ from datetime import datetime
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Body, Query
+from pydantic import Field, FiniteFloat, StringConstraints
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.access.effects import changes, declares, names_no_object
+from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
+from tinkercloud_api.catalog.schema.tables import LoggedValue, Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.heads.run_states import Whereabouts
 from tinkercloud_api.providers.base import HeadEndpoint
@@ -23,6 +24,7 @@ from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, MetricValu
 from tinkercloud_protocol.requests.training_requests import TrainingName
 from tinkercloud_protocol.responses.run_states import (
     CurveMetric,
+    LoggedPoint,
     RunCheckpoint,
     RunCurve,
     RunCurvePoint,
@@ -34,11 +36,13 @@ from tinkercloud_protocol.responses.run_states import (
 )
 from tinkercloud_protocol.wire.errors import NotFound, StateLost
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_protocol.wire.json_model import Name, WireModel
+from tinkercloud_protocol.wire.json_model import Name, Storable, WireModel
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 _SHOWN_CHECKPOINTS = 10
+
+MetricName = Annotated[str, StringConstraints(min_length=1, max_length=64), Storable]
 
 
 class SaveRun(WireModel):
@@ -46,6 +50,14 @@ class SaveRun(WireModel):
 
     name: TrainingName | None = None
     """Name of the checkpoint, which must be new; absent: one with the number of the step."""
+
+
+class LogMetrics(WireModel):
+    """POST runs/{id}/metrics."""
+
+    step: Annotated[int, Field(ge=0, lt=1 << 53)]
+    metrics: Annotated[dict[MetricName, FiniteFloat], Field(min_length=1, max_length=32)]
+    """Values by name."""
 
 
 class StopRun(WireModel):
@@ -81,6 +93,8 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     (info,) = await _infos([row], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
+    if info.state == "ended" and found:
+        info = info.model_copy(update={"step": found[0].step})
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
 
 
@@ -89,7 +103,23 @@ async def show_curve(run_id: str, server: Server, caller: Caller) -> RunCurve:
     """Return what a run's optimizer steps have reported, in a bounded number of points."""
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     curve = await server.points.curve(row.id)
-    return RunCurve(run_id=row.id, points=[_curve_point(each) for each in curve.points])
+    logged = await server.logged.of_run(row.id)
+    return RunCurve(
+        run_id=row.id,
+        points=[_curve_point(each) for each in curve.points],
+        logged={name: [_logged(each) for each in values] for name, values in logged.items()},
+    )
+
+
+@router.post("/runs/{run_id}/metrics")
+@declares(WORKS)
+async def log_metrics(
+    run_id: str, request: LogMetrics, server: Server, caller: Caller
+) -> dict[str, str]:
+    """Record values that the client has computed at a step; those of the step are replaced."""
+    await _authorize(run_id, server, caller)
+    await server.logged.log(run_id, request.step, request.metrics, now())
+    return {}
 
 
 @router.post("/runs/{run_id}/save", responses=statuses("410"))
@@ -119,10 +149,14 @@ async def stop_run(
     """Save a run and delete its model, or suspend it; the body may be absent."""
     await _authorize(run_id, server, caller)
     if request.suspend:
-        await server.runs.suspend(run_id, await _head_of(run_id, server))
+        if not await server.runs.is_away(run_id):
+            await server.runs.suspend(run_id, await _head_of(run_id, server))
+        caller.named_objects.add("suspended")
         return RunStopped(state="suspended")
     limit = server.settings.max_checkpoint_bytes_per_owner
     path = await server.runs.end(run_id, await _last_head_of(run_id, server), limit)
+    # For the audit log, as its path does not say which.
+    caller.named_objects.add("ended")
     return RunStopped(state="ended", tinker_path=path)
 
 
@@ -199,6 +233,10 @@ def _why_ended(session: Session) -> str:
         return "its model was deleted"
     detail = f", {session.finish_detail}" if session.finish_detail else ""
     return f"its session was ended ({session.finish_reason}{detail})"
+
+
+def _logged(row: LoggedValue) -> LoggedPoint:
+    return LoggedPoint(step=row.step, value=row.value, time=row.at)
 
 
 def _curve_point(point: CurvePoint) -> RunCurvePoint:

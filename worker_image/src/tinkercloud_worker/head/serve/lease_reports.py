@@ -57,7 +57,7 @@ async def lease_reports(
                     yield report.model_dump_json().encode() + b"\n"
                 # In a thread, because the first report has everything.
                 revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
-                for line in (*_usage(backend, counts), *_curves(backend, curves)):
+                for line in (*_usage(backend, counts), *curve_reports(backend, curves)):
                     yield line
         finally:
             ended.cancel()
@@ -81,8 +81,8 @@ def _usage(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
         yield report.model_dump_json().encode() + b"\n"
 
 
-def _curves(backend: Backend, reported: dict[str, tuple[int, int]]) -> Iterator[bytes]:
-    """Yield what has changed in the curves of the models.
+def curve_reports(backend: Backend, reported: dict[str, tuple[int, int]]) -> Iterator[bytes]:
+    """Yield what has changed in the curves of the models, one report a line.
 
     Args:
         backend: the parts of the head.

@@ -23,6 +23,15 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run_id", "stride", "number"),
     )
     op.create_table(
+        "logged_values",
+        sa.Column("run_id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("step", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("value", sa.Double(), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("run_id", "name", "step"),
+    )
+    op.create_table(
         "console_tokens",
         sa.Column("token_hash", sa.String(), nullable=False),
         sa.Column("is_link", sa.Boolean(), nullable=False),

@@ -1,0 +1,87 @@
+"""Values that clients log for their runs, such as rewards: at most so many of each name.
+
+A value that is logged again at its step replaces the earlier one, so a call can be repeated.
+"""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+from typing import cast
+
+from sqlalchemy import Table as SqlTable
+from sqlalchemy import delete, func, select
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+
+from tinkercloud_api.catalog.schema.statements import Statements
+from tinkercloud_api.catalog.schema.tables import LoggedValue
+from tinkercloud_protocol.heads.reports.run_curves import MAX_POINTS
+from tinkercloud_protocol.wire.errors import InvalidRequest
+
+MAX_NAMES = 64
+"""Names of a run."""
+_TABLE = cast("SqlTable", LoggedValue.__table__)
+
+
+def stride(last_step: int) -> int:
+    """Return the number of steps of which one value is kept, if the last step is this one."""
+    return 1 << max(0, (last_step // MAX_POINTS).bit_length())
+
+
+class LoggedValues(Statements):
+    """Records and returns the values of runs."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        """Create it in a catalog's database."""
+        super().__init__(engine)
+        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
+        add = insert(_TABLE)
+        self._add = add.on_conflict_do_update(
+            index_elements=list(_TABLE.primary_key),
+            set_={"value": add.excluded["value"], "at": add.excluded["at"]},
+        )
+
+    async def log(self, run_id: str, step: int, values: Mapping[str, float], at: datetime) -> None:
+        """Record values of a step.
+
+        Raises:
+            InvalidRequest: the run would have too many names.
+        """
+        rows = [
+            {"run_id": run_id, "name": name, "step": step, "value": value, "at": at}
+            for name, value in sorted(values.items())
+        ]
+        async with self._writing() as db:
+            of_run = select(func.count(LoggedValue.name.distinct()))
+            others = of_run.where(LoggedValue.run_id == run_id, LoggedValue.name.not_in(values))
+            if (await db.scalar(others) or 0) + len(values) > MAX_NAMES:
+                raise InvalidRequest(
+                    f"metrics: training run {run_id} would have more than {MAX_NAMES} names; use"
+                    " fewer"
+                )
+            await db.execute(self._add, rows)
+            for name in values:
+                await _thin_out(db, run_id, name)
+
+    async def of_run(self, run_id: str) -> dict[str, list[LoggedValue]]:
+        """Return the values of a run by name, in the order of their steps."""
+        query = select(LoggedValue).where(LoggedValue.run_id == run_id)
+        found: dict[str, list[LoggedValue]] = {}
+        for row in await self._all(query.order_by(LoggedValue.name, LoggedValue.step)):
+            found.setdefault(row.name, []).append(row)
+        return found
+
+
+async def _thin_out(db: AsyncSession, run_id: str, name: str) -> None:
+    """Delete what is too much of a name: of each stretch of steps, the last value stays."""
+    of_name = (LoggedValue.run_id == run_id, LoggedValue.name == name)
+    steps = (await db.scalars(select(LoggedValue.step).where(*of_name))).all()
+    if len(steps) <= MAX_POINTS:
+        return
+    surplus = _surplus(sorted(steps))
+    await db.execute(delete(LoggedValue).where(*of_name, LoggedValue.step.in_(surplus)))
+
+
+def _surplus(steps: Sequence[int]) -> list[int]:
+    width = stride(steps[-1])
+    return [step for step, following in pairwise(steps) if step // width == following // width]
