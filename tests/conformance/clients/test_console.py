@@ -100,6 +100,13 @@ def test_a_link_opens_one_session_and_a_wrong_one_none(server: Server) -> None:
     assert not second.http.cookies
 
 
+def test_another_site_logs_no_browser_in(server: Server) -> None:
+    browser = Browser(server)
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 303)):
+        browser.http.headers["sec-fetch-site"] = site
+        assert browser.send("/console/login", {"key": API_KEY}).status_code == status
+
+
 def test_a_link_can_lead_to_a_run_and_nowhere_else(server: Server) -> None:
     browser = Browser(server)
     for run, place in (("a:train:0", "a:train:0"), ("//evil.example/x", "%2F%2Fevil.example%2Fx")):

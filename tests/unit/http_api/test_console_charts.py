@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, chart
+from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, by_steps_taken, chart
 from tinkercloud_api.console.page_texts import number, shown
 from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
 
@@ -22,7 +22,7 @@ def a_point(step: int, value: float | None) -> RunCurvePoint:
 
 
 def drawn(*values: float | None) -> Chart | None:
-    return chart("loss", {"a": curve(*values)})
+    return chart("loss", {"a": by_steps_taken(curve(*values))})
 
 
 def curve(*values: float | None) -> list[RunCurvePoint]:
@@ -77,7 +77,8 @@ def test_values_that_are_not_finite_leave_a_gap() -> None:
 
 
 def test_runs_are_compared_on_common_axes() -> None:
-    found = chart("loss", {"a": curve(4.0, 2.0), "none": [], "b": curve(4.0, 3.0, 1.0)})
+    curves = {"a": curve(4.0, 2.0), "none": [], "b": curve(4.0, 3.0, 1.0)}
+    found = chart("loss", {name: by_steps_taken(points) for name, points in curves.items()})
 
     assert found is not None
     first, none, second = found.lines

@@ -34,7 +34,7 @@ from tinkercloud_protocol.responses.run_states import (
     RunCurvePoint,
 )
 from tinkercloud_protocol.wire.asgi import Scope
-from tinkercloud_protocol.wire.errors import Unauthenticated, WireError
+from tinkercloud_protocol.wire.errors import Forbidden, Unauthenticated, WireError
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.json_model import sentences
 
@@ -144,8 +144,11 @@ async def log_in(request: Request, server: Server) -> Response:
     """Open a session, and lead to a run or to all runs.
 
     Raises:
+        Forbidden: the form is of another site, which could log a browser in as somebody else.
         Unauthenticated: the key or the link is not valid.
     """
+    if request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
+        raise Forbidden("this starts on the page /console/login; open it in the browser")
     sent = await _form(request)
     try:
         if "link" in sent:
