@@ -37,6 +37,7 @@ from tinkercloud_api.web.middleware import (
     BodyLimitMiddleware,
     MetricsMiddleware,
     RequestIdMiddleware,
+    ShortPathMiddleware,
 )
 from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import served
@@ -84,6 +85,7 @@ TASKS = {
 """Coroutines that run as long as a server without tenants, whose task `follow` ends at once."""
 MIDDLEWARE: list[tuple[type, str]] = [
     (RequestIdMiddleware, "__call__"),
+    (ShortPathMiddleware, "__call__"),
     (MetricsMiddleware, "__call__"),
     (HotPaths, "__call__"),
     (BodyLimitMiddleware, "__call__"),

@@ -67,7 +67,7 @@ async def test_clients_of_openai_with_a_wrong_base_url_read_the_right_one(
     client: httpx.AsyncClient,
 ) -> None:
     calls = ("chat/completions", "completions", "responses", "embeddings", "messages")
-    for base, end in itertools.product(("", "/v1", "/openai/v1", "/api/v1"), calls):
+    for base, end in itertools.product(("", "/openai/v1", "/api/v1"), calls):
         answer = await client.post(f"{base}/{end}", json={"model": "m"})
 
         assert answer.status_code == 404
@@ -76,6 +76,29 @@ async def test_clients_of_openai_with_a_wrong_base_url_read_the_right_one(
         assert answer.json()["error"]["code"] == "not_found"
     assert "error" in (await client.get("/api/v1/models")).json()
     assert "error" not in (await client.get("/api/v1/unknown")).json()
+
+
+async def test_v1_is_served_like_the_longer_paths_of_each_kind_of_client(
+    client: httpx.AsyncClient,
+) -> None:
+    for short, path in (
+        ("/v1/chat/completions", routes.OPENAI_CHAT),
+        ("/v1/completions", routes.OPENAI_COMPLETIONS),
+        ("/v1/messages", routes.ANTHROPIC_MESSAGES),
+        ("/v1/messages/count_tokens", f"{routes.ANTHROPIC_MESSAGES}/count_tokens"),
+        ("/v1/unknown", f"{routes.OPENAI}/unknown"),
+    ):
+        answers = [await client.post(each, json={"model": "unknown"}) for each in (short, path)]
+
+        assert answers[0].status_code == answers[1].status_code == 404
+        assert answers[0].json() == answers[1].json()
+    anthropic = {"anthropic-version": "2023-06-01"}
+    for headers, path in (({}, routes.OPENAI_MODELS), (anthropic, routes.ANTHROPIC_MODELS)):
+        listed = await client.get("/v1/models", headers=headers)
+        assert listed.status_code == 200
+        assert listed.json() == (await client.get(path)).json()
+    without_key = {"x-api-key": "", "authorization": ""}
+    assert (await client.get("/v1/models", headers=without_key)).status_code == 401
 
 
 async def test_a_wrong_base_url_below_the_prefixes_is_named_with_the_right_ones(
@@ -93,9 +116,6 @@ async def test_a_wrong_base_url_below_the_prefixes_is_named_with_the_right_ones(
 
 async def test_first_guesses_at_urls_name_the_right_one(client: httpx.AsyncClient) -> None:
     for method, path, words in (
-        ("POST", "/v1/chat/completions", routes.OPENAI),
-        ("GET", "/v1/models", routes.OPENAI),
-        ("POST", "/v1/messages", routes.ANTHROPIC),
         ("GET", "/login", "TINKERCLOUD_OIDC"),
         ("GET", "/metrics", "TINKERCLOUD_METRICS_PORT"),
         ("GET", "/docs", "/openapi.json"),

@@ -27,6 +27,7 @@ from tinkercloud_api.web.middleware import (
     BodyLimitMiddleware,
     MetricsMiddleware,
     RequestIdMiddleware,
+    ShortPathMiddleware,
 )
 from tinkercloud_protocol.heads.reports.usage_reports import hour_of
 from tinkercloud_protocol.wire.errors import WireError
@@ -72,6 +73,7 @@ class Outside:
 
 MIDDLEWARE: tuple[Callable[[ASGIApp, Outside], ASGIApp], ...] = (
     lambda app, _: RequestIdMiddleware(app),
+    lambda app, _: ShortPathMiddleware(app),
     lambda app, _: MetricsMiddleware(app, EXACT_PATHS),
     lambda app, outside: HotPaths(app, outside.server, outside.routed),
     lambda app, outside: BodyLimitMiddleware(app, JSON.max_bytes(outside.settings)),

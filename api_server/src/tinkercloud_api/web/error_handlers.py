@@ -101,7 +101,7 @@ def _instead(path: str) -> str:
         return "logins are off: an operator turns them on with TINKERCLOUD_OIDC"
     if path == "/metrics":
         return "metrics have a port of their own, TINKERCLOUD_METRICS_PORT"
-    if path == "/v1" or path.startswith("/v1/"):
+    if path == "/v1":
         return chat_errors.BASE_URLS
     return "docs/use/sdk.md lists the supported calls, and /openapi.json describes them"
 

@@ -17,12 +17,38 @@ from starlette.types import ASGIApp
 from tinkercloud_api.config import api_metrics
 from tinkercloud_api.web.asgi_http import respond_error
 from tinkercloud_protocol.responses import chat_errors
-from tinkercloud_protocol.wire import request_ids
+from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, check_encoding
 from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest
 
 _UNKNOWN_ROUTE = "other"
 _ABORTED = "aborted"
+
+
+_SHORT = "/v1/"
+_SDK_BELOW_SHORT = "/v1/api/"
+
+
+class ShortPathMiddleware:
+    """Serves /v1 like the paths of OpenAI's or Anthropic's API, as clients of both begin with it.
+
+    Messages are Anthropic's, and so is what has the header of its clients.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event."""
+        path: str = scope.get("path", "")
+        if path.startswith(_SHORT) and not path.startswith(_SDK_BELOW_SHORT):
+            is_anthropic = f"{path}/".startswith("/v1/messages/") or any(
+                name == b"anthropic-version" for name, _ in scope["headers"]
+            )
+            base = routes.ANTHROPIC if is_anthropic else routes.OPENAI.removesuffix("/v1")
+            raw = base.encode() + scope["raw_path"]
+            scope = {**scope, "path": base + path, "raw_path": raw}
+        await self._app(scope, receive, send)
 
 
 class BodyLimitMiddleware:
