@@ -284,6 +284,9 @@ def rotate_key(
     )
     if row is None:
         fail(f"key {key_id} does not exist, has expired or is revoked; see `tinkercloud keys list`")
+    # The new key has the lifetime that the old one had.
+    ends = min(ends_at, row.expires_at or ends_at)
+    typer.echo(f"key {key_id} ends at {moment(ends)}", err=True)
     made = {"id": row.id, "key": key, "owner": row.owner, "role": row.role}
     say(key, made, as_json=as_json)
 
@@ -295,7 +298,11 @@ def list_sessions(
     limit: Annotated[int, typer.Option(help="Maximum number of sessions to list.")] = 20,
     *,
     everybody: Annotated[
-        bool, typer.Option("--all", help="List the sessions of all owners (admins only).")
+        bool,
+        typer.Option(
+            "--all",
+            help="List what you may see: also that of your projects, and for admins of all owners.",
+        ),
     ] = False,
     as_json: Json = False,
     again: Watch = False,

@@ -188,7 +188,7 @@ def test_checkpoints_are_listed_with_their_base_model_and_deleted(
     assert row["base_model"] == "tiny/llama"
     assert row["expires_at"] is not None
     assert path in page
-    assert deleted.exit_code == 0
+    assert (deleted.exit_code, deleted.stdout) == (0, f"deleted {path}\n")
     assert path not in checkpoints(server, "list", "--json", key=key).stdout
     assert "404" in checkpoints(server, "delete", path, key=key).stderr
 

@@ -144,6 +144,7 @@ def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
     assert found["project_grant_set"]["project_ids"] == [project["project_id"]]
     assert found["key_revoke"]["objects"] == [f"key {found['key_revoke']['key_id']}"]
     assert found["backup_create"]["owner"].startswith("command:")
+    assert found["backup_create"]["status"] == "done"
 
 
 def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> None:

@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import tarfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -441,6 +443,10 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["b.tar"]
     again = command("create", str(file), state_dir=made.folder)
     assert "already exists; choose a new file" in again.stderr
+    with closing(sqlite3.connect(made.folder / "catalog.db")) as catalog:
+        query = "SELECT details FROM audit_log WHERE event = 'backup_create' ORDER BY id"
+        rows = [json.loads(details) for (details,) in catalog.execute(query)]
+    assert [row["status"] for row in rows[-4:]] == ["started", "done", "started", "failed"]
 
     piped = command("create", "-", state_dir=made.folder)
     assert piped.exit_code == 0

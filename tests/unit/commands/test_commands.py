@@ -1,15 +1,19 @@
 """What all `tinkercloud` commands have in common."""
 
+import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
+from pathlib import Path
 
 import pytest
 import typer
 from rich.text import Text
 from typer.main import get_command
+from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
 from tinkercloud_api.commands.common import shared
@@ -165,3 +169,16 @@ def test_an_error_is_one_line_that_can_be_copied(capsys: pytest.CaptureFixture[s
         shared.fail(message)
 
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:
+    def keys(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["keys", *arguments, "--state-dir", str(tmp_path)])
+
+    assert keys("create", "ada", "--expires", "1h").exit_code == 0
+    rotated = keys("rotate", "1", "--overlap", "24h")
+    listed = json.loads(keys("list", "--json").stdout)
+
+    assert re.fullmatch(r"tml-\S+\n", rotated.stdout)
+    # It would have ended earlier anyway.
+    assert f"key 1 ends at {listed[0]['expires']}" in rotated.stderr

@@ -81,6 +81,7 @@ def test_the_speed_of_a_disk_leaves_no_file_behind(tmp_path: Path) -> None:
 
     assert line.is_good
     assert "MB/s" in line.detail
+    assert line.as_row()["result"] == ("warning" if "slow" in line.remedy else "ok")
     assert list(tmp_path.iterdir()) == []
     assert not machine_checks.disk_speed(tmp_path / "absent").is_good
 

@@ -222,7 +222,7 @@ def _model(name: str, where: str) -> CheckResult:
 async def _server(settings: Settings) -> CheckResult:
     server = state_folder.running_server(settings.state_dir)
     if server is None:
-        detail = f"no server uses {settings.state_dir}; select another folder with --state-dir"
+        detail = "no server runs here (if yours uses another folder: --state-dir)"
         return CheckResult("server", is_good=True, detail=detail)
     url = f"{server.url}/healthz"
     try:

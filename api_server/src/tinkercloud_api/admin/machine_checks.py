@@ -60,7 +60,8 @@ class CheckResult:
 
     def as_row(self) -> dict[str, str]:
         """Return the result as a table row."""
-        result = "ok" if self.is_good else "FAILED"
+        good = "warning" if self.remedy else "ok"
+        result = good if self.is_good else "FAILED"
         detail = f"{self.detail}; {self.remedy}" if self.remedy else self.detail
         return {"check": self.check, "result": result, "detail": detail, "remedy": self.remedy}
 

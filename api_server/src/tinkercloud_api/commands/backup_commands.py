@@ -1,5 +1,6 @@
 """`tinkercloud backup`: making, checking and restoring backups of a server."""
 
+import asyncio
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ import typer
 from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
+    command_owner,
     newest_in_file,
     record_in_file,
 )
@@ -64,14 +66,16 @@ def create_backup(
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
     where = "standard output" if file == _PIPE else file
-    with _failures(f"write {where}"), _output(file) as output, _workspace(file) as workspace:
+    with _failures(f"write {where}"):
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
-        # Before the copy, because that has the hashes of all keys.
-        change = Change("backup_create", ["backup", "create", file])
-        record_in_file(source.catalog, change, "started")
-        progress = CopyProgress("copied", create.size_of(source))
-        manifest = create.create(source, output, workspace, progress)
-        progress.finish()
+        with (
+            _recorded(source.catalog, f"tinkercloud backup create {file}"),
+            _output(file) as output,
+            _workspace(file) as workspace,
+        ):
+            progress = CopyProgress("copied", create.size_of(source))
+            manifest = create.create(source, output, workspace, progress)
+            progress.finish()
     _report(manifest, f"backed up to {where}", as_json=as_json, to_stderr=file == _PIPE)
 
 
@@ -169,6 +173,47 @@ def _failures(doing: str) -> Iterator[None]:
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
         fail(f"cannot {doing} ({named}{error.strerror or error}); nothing was written or changed")
+
+
+@contextmanager
+def _recorded(catalog: Path, command: str) -> Iterator[None]:
+    """Record a backup before the copy, which has the hashes of all keys, and then its outcome.
+
+    The file of a catalog is neither created nor migrated. A backup is needed most when it can't be
+    written: then a warning replaces the record.
+    """
+    from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.schema.connection import described, open_database
+    from tinkercloud_api.catalog.schema.tables import AuditEntry
+    from tinkercloud_protocol.wire.errors import Unavailable
+
+    async def write(status: str, entry: AuditEntry | None = None) -> AuditEntry:
+        engine = open_database(f"sqlite+aiosqlite:///{catalog}")
+        try:
+            log = AuditLog(engine)
+            if entry is not None:
+                await log.finish(entry, {"status": status})
+                return entry
+            details = {"method": "COMMAND", "path": command, "status": status, "objects": []}
+            return await log.begin(command_owner(), None, "backup_create", details)
+        finally:
+            await engine.dispose()
+
+    def record(status: str, entry: AuditEntry | None = None) -> AuditEntry | None:
+        try:
+            return asyncio.run(write(status, entry))
+        except Unavailable as error:
+            why = described(error.__cause__ or error)
+            typer.echo(f"not recorded in the audit log of {catalog}: {why}", err=True)
+            return None
+
+    started, status = record("started") if catalog.is_file() else None, "failed"
+    try:
+        yield
+        status = "done"
+    finally:
+        if started is not None:
+            record(status, started)
 
 
 @contextmanager

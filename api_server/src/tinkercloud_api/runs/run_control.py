@@ -65,6 +65,12 @@ class Runs:
         await self._index(saved.tinker_path)
         return saved
 
+    async def is_away(self, run_id: str) -> bool:
+        """Whether no head has a run in memory, but its next request resumes it."""
+        row = await self.training_runs.catalog.run(run_id)
+        places = await self.states.of([row]) if row is not None else []
+        return any(place.state in {"suspended", "on disk"} for place in places)
+
     async def suspend(self, run_id: str, endpoint: HeadEndpoint) -> None:
         """Write a run to the store and free its memory, until its next request.
 

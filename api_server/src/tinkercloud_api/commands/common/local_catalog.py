@@ -187,4 +187,4 @@ def _whose_catalog(settings: "Settings") -> str:
     if (running := state_folder.running_server(folder)) is not None:
         return f"catalog: in {folder}, used by the server with process id {running.pid}"
     made = " (newly created)" if is_new else ""
-    return f"catalog: in {folder}{made}; no server uses it; select another folder with --state-dir"
+    return f"catalog: in {folder}{made}; no server uses it (--state-dir selects another)"

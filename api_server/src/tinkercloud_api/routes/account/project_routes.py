@@ -145,6 +145,7 @@ async def remove_member(
 ) -> dict[str, str]:
     """Remove a member from a project (admins of the project); every member may leave."""
     await server.projects.remove_member(project_id, owner, caller)
+    caller.named_objects.add(owner)
     return {}
 
 
