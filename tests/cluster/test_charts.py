@@ -119,7 +119,7 @@ def test_the_api_server_accepts_planned_resources(
 
     spec = cluster.get("basemodel", "tiny", namespace)["spec"]
     assert spec["sampler"]["engines"]["adaptersClaimName"] == "adapters"
-    assert spec["sampler"]["image"] == "sglang:0.5.23"
+    assert spec["sampler"]["image"] == "sglang:v0.5.23"
     assert spec["head"]["resources"] == json.loads(planned.output)["spec"]["head"]["resources"]
 
 

@@ -34,7 +34,7 @@ def read(config: Config) -> Architecture:
     if family is None:
         raise UnknownArchitecture(
             f"model_type: {model_type!r} is not supported by the planner; accepted:"
-            f" {', '.join(model_types())}{supported.unplanned(str(model_type))}"
+            f" {', '.join(model_types())}{supported.unplanned(config)}"
         )
     sees = model_type in vision.model_types()
     fields = Fields(vision.text_of(config) if sees else config)

@@ -59,7 +59,7 @@ class Fleet:
         if self.count < 1 or (self.count > self.per_node and self.count % self.per_node):
             raise UnknownGpus(
                 f"{self}: does not fill nodes of {self.per_node} GPUs; use a multiple of"
-                f" {self.per_node}, or set the number of GPUs per node"
+                f" {self.per_node}, or set the number of GPUs per node (--gpus-per-node)"
             )
 
     def share(self, sessions: int) -> "Fleet":
@@ -70,7 +70,10 @@ class Fleet:
         """
         most = self.count // sessions
         if not most:
-            raise UnknownGpus(f"{sessions} sessions need as many GPUs, but there are {self}")
+            raise UnknownGpus(
+                f"{sessions} sessions need as many GPUs, but there are {self}: at most {self.count}"
+                " sessions can divide them"
+            )
         parts = [n for n in range(1, self.per_node + 1) if not self.per_node % n and n <= most]
         count = most - most % self.per_node if most >= self.per_node else parts[-1]
         return Fleet(self.gpu, self.count if sessions == 1 else count, self.per_node)
@@ -106,8 +109,7 @@ def parse(text: str, per_node: int = 8) -> Fleet:
         total = int(nodes[1]) * int(nodes[2])
         raise UnknownGpus(
             f"GPUs {text!r}: use the total number, such as {total}x{nodes[3]}, and set the number"
-            f" of"
-            " GPUs per node separately"
+            f" of GPUs per node separately (--gpus-per-node {nodes[2]})"
         )
     match = _TEXT.fullmatch(text.strip())
     if match is None or int(match[1]) == 0:

@@ -65,7 +65,7 @@ _USUAL_NODE_GIB = 2048
 _COPIES_OF_STATE = 2
 """Copies of a model's values and moments: in Ray's object store and in files. Gradients follow
 later. The snapshot of a whole model, which may be written at the same time, is another one."""
-ENGINE_IMAGE = "sglang:0.5.23"
+ENGINE_IMAGE = "sglang:v0.5.23"
 """SGLang image of the release that the head is tested against."""
 ADAPTERS_CLAIM = "adapters"
 """Default name of the volume for adapters."""
@@ -558,9 +558,20 @@ def _why_memory(demand: Demand, fleet: Fleet, division: Division) -> list[Reason
         samples = _pod_memory_gib(sampler.tensor, sampler.memory.weights, 0)
         needs.append(("engine" if division.colocated else "sampler pod", samples, on_their_way))
     unusual = f"; nodes with 8 GPUs usually have {_USUAL_NODE_GIB} at most"
+    gpus, pods = trainer.layout.gpus, trainer.layout.gpus // trainer.gpus_per_pod
+    engines, engine_gpus = (sampler.engines, sampler.tensor) if sampler else (0, 0)
+    memory = needs[0][1] + pods * trains + engines * needs[-1][1]
+    cores = _HEAD_CORES + _CORES_PER_GPU * (gpus + engines * engine_gpus)
     return [
-        Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
-        for part, need, why in needs
+        *(
+            Reason(part, f"{need} GiB of memory", why + (unusual if need > _USUAL_NODE_GIB else ""))
+            for part, need, why in needs
+        ),
+        Reason(
+            "host",
+            f"{memory} GiB, {cores} cores",
+            f"requested together; pods of trainers: {pods}, engines: {engines}",
+        ),
     ]
 
 
@@ -597,8 +608,9 @@ def _why_disk_and_start(demand: Demand, fleet: Fleet, division: Division) -> lis
     return [
         Reason(
             "disk",
-            f"{scratch} GiB in all",
-            f"scratch space; each of {pods} pods downloads {gib(size)}, except from a volume",
+            f"{scratch} GiB together",
+            f"scratch space of one session; each of {pods} pods downloads {gib(size)}, except from"
+            " a volume",
         ),
         Reason(
             "start",

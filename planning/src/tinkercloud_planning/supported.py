@@ -6,7 +6,8 @@ test verifies; the checks for SGLang follow the source code of release 0.5.23.
 """
 
 from tinkercloud_planning.architecture import UnknownArchitecture
-from tinkercloud_planning.blocks import Fields
+from tinkercloud_planning.blocks import Config, Fields
+from tinkercloud_planning.gpus import GIB, MEMORY_GIB
 from tinkercloud_protocol.adapters.context_length import context_length
 
 _ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -30,15 +31,44 @@ _WHOLE_LAYERS = 28
 _SLIDING = "sliding_attention"
 
 
-def unplanned(model_type: str) -> str:
-    """Return what can be done with a family that the planner does not support."""
-    if model_type not in _TRAINED_BY_TORCH:
+def unplanned(config: Config) -> str:
+    """Return what can be done with a model whose family the planner does not support."""
+    if config.get("model_type") not in _TRAINED_BY_TORCH:
         return BY_HAND
-    return (
+    supports = (
         ". No copy or format of its weights changes that. The torch trainer supports it, on GPUs"
-        " that each hold the whole model in bfloat16: use `tinkercloud serve`, or write the"
-        " BaseModel yourself, with trainer.backend torch and without sampler"
+        " that each hold the whole model in bfloat16"
     )
+    size = _bfloat16_gib(Fields(config))
+    largest = max(MEMORY_GIB, key=lambda name: MEMORY_GIB[name])
+    if size > MEMORY_GIB[largest]:
+        return (
+            f"{supports}: about {size} GiB, but the largest GPU that the planner knows"
+            f" ({largest}) has {MEMORY_GIB[largest]}. Use a smaller model, or write a BaseModel"
+            " with trainer.backend torch and trainer.sharded, which is unproven on GPUs"
+        )
+    needs = f" (about {size} GiB, and what is trained)" if size else ""
+    return (
+        f"{supports}{needs}: use `tinkercloud serve`, or write the BaseModel yourself, with"
+        " trainer.backend torch and without sampler"
+    )
+
+
+def _bfloat16_gib(fields: Fields) -> int:
+    """Return the size of a model's matrices in GiB; 0 if its configuration does not say."""
+    try:
+        hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+        width = fields.size("head_dim", max(1, hidden // heads))
+        cached = fields.size("num_key_value_heads", heads)
+        attention = 2 * hidden * width * (heads + cached)
+        experts = fields.size("num_local_experts", 1)
+        mlp = 3 * hidden * fields.size("intermediate_size") * experts
+        vocabulary = fields.size("vocab_size") * hidden
+        layers = fields.size("num_hidden_layers") * (attention + mlp)
+    except UnknownArchitecture:
+        return 0
+    is_tied = fields.flag("tie_word_embeddings", default=experts == 1)
+    return -(-2 * (layers + vocabulary * (1 if is_tied else 2)) // GIB)
 
 
 def check(fields: Fields) -> None:

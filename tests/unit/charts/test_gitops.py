@@ -12,11 +12,14 @@ import pytest
 import yaml
 from celpy.adapter import json_to_cel
 
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import BaseModelSpec, Pool
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.quota_fields import Amounts, Claimant
 from tinkercloud_crds.shapes import HeadShape
+from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.decide.session.reconcile import reconcile
+from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.charts import ROOT, VERSION
@@ -175,6 +178,34 @@ def test_flux_waits_for_the_operator_to_look_at_a_changed_specification() -> Non
     changed = seen(SERVING) | {"metadata": {"name": "one", "generation": 4}}
 
     assert flux_health(changed) == "inProgress"
+
+
+@pytest.mark.parametrize(("generation", "health"), [(1, "current"), (2, "inProgress")])
+def test_a_tenant_whose_sessions_wait_is_healthy_for_flux(generation: int, health: str) -> None:
+    waiting = Claimant("one", ("", "one"), Amounts(), Amounts(sessions=1))
+    manifest = {"metadata": {"name": "blue", "generation": 1}}
+    status = tenant_status(manifest, TenantSpec(owners=["*"]), [waiting], NOW)
+    assert [each.status for each in status.conditions] == ["False"]
+
+    tenant = {
+        "kind": "Tenant",
+        "metadata": {"name": "blue", "generation": generation},
+        "status": status.model_dump(by_alias=True, exclude_none=True, mode="json"),
+    }
+
+    assert flux_health(tenant) == health
+
+
+def test_both_examples_restrict_the_namespace_and_argo_cd_leaves_the_size_of_pools_alone() -> None:
+    argo = list(yaml.safe_load_all((DEPLOY / "argocd" / "applications.yaml").read_text()))
+    flux = list(yaml.safe_load_all((DEPLOY / "flux" / "tinkercloud.yaml").read_text()))
+    [of_argo] = [each["spec"]["syncPolicy"].get("managedNamespaceMetadata") for each in argo[1:2]]
+    [of_flux] = [each["metadata"] for each in flux if each["kind"] == "Namespace"]
+    ignored = argo[2]["spec"]["ignoreDifferences"]
+
+    assert of_argo["labels"] == of_flux["labels"]
+    assert ["/spec/pool/minClusters"] in [each.get("jsonPointers") for each in ignored]
+    assert "minClusters" in Pool().model_dump(by_alias=True)
 
 
 def test_the_kustomize_base_is_what_the_chart_renders() -> None:

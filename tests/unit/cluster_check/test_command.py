@@ -29,6 +29,18 @@ def test_without_a_cluster_the_only_result_says_where_credentials_are_expected(
     assert row["remedy"].startswith("set KUBECONFIG to the kubeconfig of a cluster")
 
 
+def test_a_kubeconfig_that_does_not_exist_is_named_and_nothing_else_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = str(tmp_path / "missing")
+
+    result = CliRunner().invoke(app, ["cluster", "check"], env={"KUBECONFIG": missing})
+
+    assert result.exit_code == 1
+    assert f"cluster: KUBECONFIG names {missing}, which does not exist" in result.stdout
+    assert "Config not found" not in caplog.text
+
+
 def test_a_cluster_that_does_not_answer_is_named_with_the_request(tmp_path: Path) -> None:
     cluster = {"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}
     context = {"name": "c", "context": {"cluster": "c", "user": "u"}}

@@ -70,6 +70,33 @@ def test_gpt_oss_is_refused_for_its_family_whatever_its_weights_are(
     assert "The torch trainer supports it" in refused
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+}
+"""The fields that are the same in both sizes of gpt-oss."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "advice"),
+    [
+        (24, 32, "(about 39 GiB, and what is trained): use `tinkercloud serve`"),
+        (36, 128, "about 218 GiB, but the largest GPU that the planner knows (B200-192) has 178"),
+    ],
+)
+def test_a_refusal_of_gpt_oss_has_its_size_and_whether_a_gpu_holds_it(
+    layers: int, experts: int, advice: str, tmp_path: Path
+) -> None:
+    config = {**GPT_OSS, "num_hidden_layers": layers, "num_local_experts": experts}
+
+    assert advice in words(folder_with(config, tmp_path / "model"), "--gpus", "8xH100")
+
+
 def test_one_gpu_serves_what_a_session_would_need_more_gpus_for(
     qwen3_8b: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,13 +237,33 @@ def test_a_plan_has_the_disk_the_start_and_the_price(qwen3_8b: str) -> None:
     pods = [plan["trainer"]] * plan["trainer"]["replicas"]
     pods += [plan["sampler"]] * plan["sampler"]["replicas"]
     scratch = sum(int(p["resources"]["scratch"][:-2]) for p in [plan["head"], *pods])
-    assert f"disk {scratch} GiB in all" in printed
+    memory = sum(int(p["resources"]["memory"][:-2]) for p in [plan["head"], *pods])
+    cores = sum(int(p["resources"]["cpu"]) for p in [plan["head"], *pods])
+    assert f"host {memory} GiB, {cores} cores requested together" in printed
+    assert f"disk {scratch} GiB together scratch space of one session" in printed
     assert f"each of {len(pods)} pods downloads 15.3 GiB" in printed
     assert "start 3 min" in printed
     assert "price: 20.00 an hour, for 8 GPUs at 2.50" in printed
     assert "price" not in words(qwen3_8b, "--gpus", "8xH100")
     divided = words(qwen3_8b, "--gpus", "8xH100", "--sessions", "2", "--gpu-price", "2.5")
     assert "price: 20.00 an hour, for 8 GPUs at 2.50" in divided
+    assert "4 GPUs for each session, at 10.00 an hour" in divided
+    assert "unused" not in divided
+
+
+def test_a_plan_for_several_sessions_says_which_gpus_none_of_them_uses(qwen3_8b: str) -> None:
+    assert "2 of 8 GPUs stay unused" in words(qwen3_8b, "--gpus", "8xH100", "--sessions", "3")
+
+
+def test_more_sessions_than_fit_are_refused_with_how_many_do(tmp_path: Path) -> None:
+    folder = folder_with(CONFIGS["Qwen/Qwen2.5-72B"], tmp_path / "model")
+
+    refused = words(folder, "--gpus", "16xH100", "--sessions", "9")
+
+    assert "does not fit on 1xH100-80" in refused
+    assert "With these GPUs at most 2 sessions fit (--sessions 2)." in refused
+    assert "each of 2 sessions" in words(folder, "--gpus", "16xH100", "--sessions", "2")
+    assert "does not fit on 4xH100-80" in words(folder, "--gpus", "16xH100", "--sessions", "3")
 
 
 def test_json_of_a_served_model_is_nothing_but_settings(qwen3_8b: str) -> None:

@@ -262,7 +262,9 @@ def _choices(plan: ModelPlan, wanted: Wanted) -> Table:
     table = Table("choice", "value", "why", box=None)
     for reason in plan.reasons:
         table.add_row(reason.choice, reason.value, reason.why)
-    fewest = fewest_gpus(plan.demand, plan.fleet) if plan.division.sampler else None
+    # A pool shares one cluster, whose GPUs do not grow with its runs.
+    is_alone = plan.division.sampler is not None and plan.demand.slots == 1
+    fewest = fewest_gpus(plan.demand, plan.fleet) if is_alone else None
     if fewest is not None and fewest < plan.fleet.count:
         sessions = wanted.sessions * (plan.fleet.count // fewest)
         why = f"{fewest}x{plan.fleet.gpu.name} are enough for one; --sessions {sessions} plans that"

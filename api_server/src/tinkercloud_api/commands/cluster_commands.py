@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tinkercloud_api.commands.common.progress import waiting
 from tinkercloud_api.commands.common.shared import Json, fail, read_settings, show
 
 if TYPE_CHECKING:
@@ -49,16 +51,19 @@ def check_cluster(
 
     from tinkercloud_api.cluster_check.findings import Finding, Level
     from tinkercloud_api.cluster_check.values import release_of
-    from tinkercloud_kube.errors import KubernetesError
+    from tinkercloud_kube.errors import KubernetesError, NoCredentials
 
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    # It would log that there is no kubeconfig, which is a result of the check.
+    logging.getLogger("kubernetes.aio.config").setLevel(logging.ERROR)
     release = release_of([_read(path) for path in values or []])
     where = namespace or read_settings().namespace
     try:
         findings = asyncio.run(_examine(where, release))
     except KubernetesError as error:
         remedy = "set KUBECONFIG to the kubeconfig of a cluster that answers `kubectl version`"
-        findings = [Finding("cluster", Level.PROBLEM, str(error), remedy)]
+        detail = _missing_kubeconfig() if isinstance(error, NoCredentials) else None
+        findings = [Finding("cluster", Level.PROBLEM, detail or str(error), remedy)]
     if as_json:
         show([each.as_row() for each in findings], _COLUMNS, as_json=True)
     else:
@@ -76,10 +81,19 @@ async def _examine(namespace: str, release: "Release") -> "list[Finding]":
 
     client = await Client.connect(namespace, _FIELD_MANAGER)
     try:
-        facts = await read_facts(client, release)
+        with waiting(f"asking {client.url}"):
+            facts = await read_facts(client, release)
     finally:
         await client.close()
     return list(examine(facts, release, this_release()))
+
+
+def _missing_kubeconfig() -> str | None:
+    """Return that none of the files in KUBECONFIG exists, if so."""
+    names = os.environ.get("KUBECONFIG", "")
+    if not names or any(Path(each).expanduser().exists() for each in names.split(os.pathsep)):
+        return None
+    return f"KUBECONFIG names {names}, which does not exist"
 
 
 def _line(finding: "Finding") -> str:

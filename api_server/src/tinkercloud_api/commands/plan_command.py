@@ -1,12 +1,21 @@
 """`tinkercloud plan`: how to train and sample a model on given GPUs."""
 
 import json
-from typing import Annotated
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tinkercloud_api.commands.common.progress import waiting
 from tinkercloud_api.commands.common.shared import Json, fail
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tinkercloud_api.admin.plan_files import Wanted
 
 PoolSlots = Annotated[
     int, typer.Option(min=1, max=1000, help="Runs that share a cluster of a pool. 1: no pool.")
@@ -69,11 +78,56 @@ def plan_model(
             plan = plans(model, wanted)
         manifest = plan_files.manifest(plan, model) if as_json else None
     except plan_files.CannotPlan as error:
-        fail(str(error))
+        fail(f"{error}{_fewer_sessions(error, partial(plans, model), wanted)}")
     if manifest is not None:
         typer.echo(json.dumps(manifest, indent=2))
         return
+    _print(plan_files.report(plan, wanted, gpu_price))
+    if sessions > 1:
+        typer.echo(_shares(wanted, gpu_price))
+
+
+def _print(parts: "Iterable[RenderableType]") -> None:
     from rich.console import Console
 
-    for part in plan_files.report(plan, wanted, gpu_price):
+    for part in parts:
         Console(emoji=False).print(part, highlight=False)
+
+
+def _shares(wanted: "Wanted", gpu_price: float | None) -> str:
+    """Return what one of several sessions costs, and how many GPUs none of them uses."""
+    from tinkercloud_planning.gpus import parse
+
+    fleet = parse(wanted.gpus, wanted.gpus_per_node)
+    count, each = fleet.count, fleet.share(wanted.sessions).count
+    used = each * wanted.sessions
+    shares = f"\n{each} GPUs for each session"
+    if gpu_price is not None:
+        shares += f", at {gpu_price * each:.2f} an hour"
+    if used < count:
+        shares += (
+            f"\n{count - used} of {count} GPUs stay unused: each session has an equal part of a"
+            " node, or whole nodes"
+        )
+    return shares
+
+
+def _fewer_sessions(error: Exception, plans: "Callable[[Wanted], object]", wanted: "Wanted") -> str:
+    """Return how many sessions would fit if so many do not."""
+    from tinkercloud_api.admin.plan_files import CannotPlan
+    from tinkercloud_planning.gpus import parse
+    from tinkercloud_planning.refusal import DoesNotFit
+
+    if wanted.sessions == 1 or not isinstance(error.__cause__, DoesNotFit):
+        return ""
+    fleet = parse(wanted.gpus, wanted.gpus_per_node)
+    refused = fleet.share(wanted.sessions).count
+    for sessions in range(wanted.sessions - 1, 0, -1):
+        share = fleet.share(sessions).count
+        if share == refused:
+            continue
+        with suppress(CannotPlan):
+            plans(replace(wanted, sessions=sessions))
+            return f" With these GPUs at most {sessions} sessions fit (--sessions {sessions})."
+        refused = share
+    return ""
