@@ -105,6 +105,10 @@ def test_another_site_logs_no_browser_in(server: Server) -> None:
     for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 303)):
         browser.http.headers["sec-fetch-site"] = site
         assert browser.send("/console/login", {"key": API_KEY}).status_code == status
+    del browser.http.headers["sec-fetch-site"]
+    for origin, status in (("null", 403), ("http://evil.example", 403), (server.url, 303)):
+        browser.http.headers["origin"] = origin
+        assert browser.send("/console/login", {"key": API_KEY}).status_code == status
 
 
 def test_a_link_can_lead_to_a_run_and_nowhere_else(server: Server) -> None:
@@ -247,6 +251,9 @@ def test_a_browser_with_a_read_only_key_changes_nothing(
     answer = browser.send(f"/console/runs/{training.model_id}/stop", form)
 
     assert (answer.status_code, "is read-only" in text(answer)) == (403, True)
+    assert "<h1>" in answer.text
+    assert "Save a checkpoint" not in browser.get(f"/console/runs/{training.model_id}").text
+    assert Browser(server).log_in(key).get("/console/runs").status_code == 200
 
 
 def test_a_stranger_changes_no_run(server: Server, training: tinker.TrainingClient) -> None:
@@ -306,3 +313,32 @@ def test_what_a_client_logs_is_on_the_page_of_its_run(
     assert "<script" not in page.text
     assert 'reward <script>alert("x")</script>' in text(page)
     assert text(page).count("0 at first, 1 at last") == 1
+
+
+def test_forms_with_too_many_fields_are_refused(server: Server) -> None:
+    answer = Browser(server).http.post("/console/login", content="a=1&" * 30)
+
+    assert (answer.status_code, "more than 20 fields" in text(answer)) == (400, True)
+
+
+def test_logins_and_logouts_are_in_the_audit_log(server: Server) -> None:
+    key = server.new_key("audited")
+    browser = Browser(server).log_in(key)
+    browser.send("/console/logout", {"form_token": browser.form_token(), "everywhere": "yes"})
+
+    audit = server.request("GET", "/api/v1/audit?limit=100", key=key).body.decode()
+
+    for event in ("console_open", "console_login", "console_logout"):
+        assert audit.count(f'"{event}"') == 1
+
+
+def test_an_address_that_guesses_has_to_wait_but_not_those_who_are_logged_in(
+    server: Server, browser: Browser
+) -> None:
+    guessing = Browser(server)
+    guessing.http.headers["x-forwarded-for"] = "10.1.2.3"
+    answers = {guessing.send("/console/login", {"key": f"tml-{n}"}).status_code for n in range(40)}
+
+    assert answers == {401, 429}
+    guessing.http.cookies = browser.http.cookies
+    assert guessing.get("/console/runs").status_code == 200

@@ -78,8 +78,16 @@ class Head:
         """Send data of a step."""
         self.add_all(seq_id, [[first, 6, 7, 8]])
 
-    def add_all(self, seq_id: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Send sequences as the data of a step; each token is the target of the one before."""
+    def add_all(
+        self, seq_id: int, sequences: Sequence[Sequence[int]], weight: float | None = None
+    ) -> None:
+        """Send sequences as the data of a step; each token is the target of the one before.
+
+        Args:
+            seq_id: number of the request.
+            sequences: the sequences.
+            weight: of every target; None means that none is sent.
+        """
         message = pb.ForwardBackwardRequest(
             model_id=str(self.model), seq_id=seq_id, loss_fn="cross_entropy"
         )
@@ -90,6 +98,10 @@ class Head:
             targets = datum.loss_fn_inputs["target_tokens"]
             targets.dense = np.array(sequence[1:], dtype="<i8").tobytes()
             targets.dtype = pb.DTYPE_INT64
+            if weight is not None:
+                weights = datum.loss_fn_inputs["weights"]
+                weights.dense = np.full(len(sequence) - 1, weight, dtype="<f4").tobytes()
+                weights.dtype = pb.DTYPE_FLOAT32
         self._send(routes.FORWARD_BACKWARD, message.SerializeToString())
 
     def apply(self, seq_id: int) -> None:

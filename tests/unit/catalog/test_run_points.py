@@ -132,5 +132,19 @@ async def test_a_run_has_a_bounded_number_of_names(logged: LoggedValues) -> None
         await logged.log(RUN, 1, {f"m{number}": 1.0}, AT)
     await logged.log(RUN, 2, {"m0": 1.0}, AT)
 
-    with pytest.raises(InvalidRequest, match="more than 64 names"):
+    with pytest.raises(InvalidRequest, match="more than 32 names"):
         await logged.log(RUN, 2, {"another": 1.0}, AT)
+
+
+async def test_values_at_late_steps_and_one_mistaken_step_are_thinned_out_like_others(
+    logged: LoggedValues,
+) -> None:
+    for step in range(100_000, 100_000 + MAX_POINTS + 1):
+        await logged.log(RUN, step, {"late": 1.0}, AT)
+    for step in (*range(MAX_POINTS), 2**53 - 1):
+        await logged.log(RUN, step, {"mistaken": 1.0}, AT)
+
+    found = await logged.of_run(RUN)
+
+    assert len(found["late"]) > MAX_POINTS // 2
+    assert len(found["mistaken"]) > MAX_POINTS // 2

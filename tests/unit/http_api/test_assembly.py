@@ -84,8 +84,8 @@ TASKS = {
 }
 """Coroutines that run as long as a server without tenants, whose task `follow` ends at once."""
 MIDDLEWARE: list[tuple[type, str]] = [
-    (RequestIdMiddleware, "__call__"),
     (ShortPathMiddleware, "__call__"),
+    (RequestIdMiddleware, "__call__"),
     (MetricsMiddleware, "__call__"),
     (HotPaths, "__call__"),
     (BodyLimitMiddleware, "__call__"),

@@ -92,6 +92,7 @@ async def test_v1_is_served_like_the_longer_paths_of_each_kind_of_client(
 
         assert answers[0].status_code == answers[1].status_code == 404
         assert answers[0].json() == answers[1].json()
+        assert answers[0].headers.keys() == answers[1].headers.keys()
     anthropic = {"anthropic-version": "2023-06-01"}
     for headers, path in (({}, routes.OPENAI_MODELS), (anthropic, routes.ANTHROPIC_MODELS)):
         listed = await client.get("/v1/models", headers=headers)

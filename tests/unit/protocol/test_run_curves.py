@@ -1,5 +1,6 @@
 """The curve of a run has a bounded number of points, whatever is added, and repeats exactly."""
 
+import math
 from datetime import UTC, datetime
 from math import inf, nan
 
@@ -56,6 +57,12 @@ def test_values_that_are_not_finite_are_counted_apart(value: float) -> None:
     assert odd.mean is None
     assert odd.plus(one) == one.plus(odd) == MetricValues(1, 1.0, 1.0, 1.0, 1)
     assert odd.plus(odd) == MetricValues(0, 0.0, 0.0, 0.0, 2)
+
+
+def test_a_sum_stays_a_number_of_json() -> None:
+    values = MetricValues.of(1e308).plus(MetricValues.of(1.5e308))
+
+    assert math.isfinite(values.total)
 
 
 def test_a_metric_that_only_some_steps_have_is_that_of_those_steps() -> None:

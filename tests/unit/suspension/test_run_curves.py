@@ -1,15 +1,21 @@
 """The curve of a run is the same whatever happens to its heads."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head, train, until
-from tinkercloud_worker.head.serve.lease_reports import curve_reports
+from tinkercloud_worker.engine.batch import Batch, Example
+from tinkercloud_worker.engine.run_curves import Curves, RunCurve
+from tinkercloud_worker.head.serve.lease_reports import Reported, curve_changes, curve_lines
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -113,12 +119,13 @@ async def test_passes_whose_gradient_is_lost_to_a_checkpoint_are_in_no_step(tmp_
 async def test_a_lease_says_only_what_has_changed_in_a_curve(tmp_path: Path) -> None:
     with a_head(tmp_path.as_uri(), tmp_path, "g") as head:
         await head.begin()
-        reported = dict[str, tuple[int, int]]()
+        reported = Reported()
 
         def changed() -> list[int]:
             lines = [
                 CurveReport.model_validate_json(line)
-                for line in curve_reports(head.backend, reported)
+                for change in curve_changes(head.backend, reported)
+                for line in curve_lines(change)
             ]
             return [point.step for line in lines for point in line.points]
 
@@ -128,3 +135,64 @@ async def test_a_lease_says_only_what_has_changed_in_a_curve(tmp_path: Path) -> 
         await train(head, 5, 6)
         assert changed() == [3]
         assert changed() == []
+
+
+async def test_the_passes_of_a_gradient_that_is_not_finite_are_in_no_step(tmp_path: Path) -> None:
+    with a_head(tmp_path.as_uri(), tmp_path, "g") as head:
+        await head.begin()
+        head.add_all(1, [[5, 6, 7, 8]], weight=3e38)
+        head.apply(2)
+        assert b"NaN or infinity" in await head.answer(2)
+        head.add(3)
+        head.apply(4)
+        await head.answer(4)
+
+        ((_, metrics),) = points(head)
+
+    assert metrics["tokens"].mean == 3.0
+    assert metrics["loss"].not_finite == 0
+
+
+def test_a_curve_with_a_loss_that_is_not_finite_is_stored_and_restored() -> None:
+    curve, restored = RunCurve(lambda: None), RunCurve(lambda: None)
+    example = Example(
+        np.zeros(3, np.int32),
+        np.zeros((3, 1), np.int64),
+        {"weights": np.ones((3, 1), np.float32)},
+        True,
+    )
+    batch = Batch([example], "cross_entropy", forward_only=False)
+    curve.count_pass(batch, {"loss:sum": math.nan})
+    curve.count_step(1, AdamParams(), math.inf)
+    curve.count_pass(batch, {"loss:sum": math.inf})
+
+    restored.restore(curve.stored(has_gradient=True))
+
+    assert restored.curve == curve.curve
+    for each in (curve, restored):
+        each.count_step(2, AdamParams(), 1.0)
+    assert restored.curve.points[-1].metrics == curve.curve.points[-1].metrics
+    assert restored.curve.points[-1].metrics["loss"].not_finite == 1
+
+    restored.restore(curve.stored(has_gradient=False))
+    restored.count_step(3, AdamParams(), 1.0)
+    assert restored.curve.points[-1].metrics["tokens"].mean == 0.0
+
+
+def test_a_restored_curve_is_reported_whole_although_it_has_fewer_steps() -> None:
+    curves, reported = Curves(), Reported()
+    backend = SimpleNamespace(curves=curves)
+    run = curves.begin("m")
+    for step in range(1, 11):
+        run.count_step(step, AdamParams(), 1.0)
+    stored = RunCurve(lambda: None)
+    for step in range(1, 6):
+        stored.count_step(step, AdamParams(), 1.0)
+    curve_changes(backend, reported)  # type: ignore[arg-type]
+
+    run.restore(stored.stored(has_gradient=True))
+    for step in range(6, 11):
+        run.count_step(step, AdamParams(), 2.0)
+
+    (changed,) = curve_changes(backend, reported)  # type: ignore[arg-type]
+    assert [point.step for point in changed.points] == list(range(1, 11))

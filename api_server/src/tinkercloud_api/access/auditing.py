@@ -94,6 +94,15 @@ class Auditing:
         details = {"key_name": key.name, "role": key.role, **_at_callback(address)}
         await self.entries.begin(key.owner, key.id, "key_login", details)
 
+    async def record_console_login(self, caller: Principal, address: str) -> None:
+        """Record that a browser is about to be logged in with a key.
+
+        Raises:
+            Unavailable: the entry could not be written.
+        """
+        details = {"key_name": caller.key_name, "role": str(caller.role), "address": address}
+        await self.entries.begin(caller.owner, caller.key_id or None, "console_login", details)
+
     async def record_logout(self, owner: str, address: str) -> None:
         """Record that an account ends the keys of its logins, before they end.
 

@@ -236,6 +236,7 @@ class Authenticator:
         row = await self._catalog.key_numbered(key_id)
         if row is None or not row.is_valid(now()) or key_id in self._revoked:
             raise Unauthenticated("the API key of this session has ended; log in with another one")
+        self._record_use(key_id)
         return await self._of_row(row, None, version)
 
     async def reader(self, caller: Principal, token: str | None) -> Principal:

@@ -7,10 +7,11 @@ derived from them, so that no other site can send one.
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from tinkercloud_api.access.auth import Authenticator, Principal, hash_key
+from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.schema.tables import ConsoleToken
 from tinkercloud_protocol.wire.errors import Forbidden, Unauthenticated
@@ -18,6 +19,7 @@ from tinkercloud_protocol.wire.errors import Forbidden, Unauthenticated
 _LINK = timedelta(minutes=10)
 _SESSION = timedelta(days=7)
 _FORM = b"form"
+_LOGGED_OUT = "log in to see this page"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,49 +46,102 @@ class BrowserSession:
 
 
 @dataclass(frozen=True, slots=True)
+class Opening:
+    """Who opens a session, before it is open."""
+
+    caller: Principal
+    ends_at: datetime | None
+    """When the session has to end; None for any time."""
+
+
+@dataclass(frozen=True, slots=True)
 class BrowserSessions:
     """Opens, finds and ends the sessions of browsers."""
 
     tokens: ConsoleTokens
     authenticator: Authenticator
+    throttle: Throttle = field(default_factory=Throttle)
+    """Limits unknown keys, links and cookies by address."""
 
     async def link(self, caller: Principal, moment: datetime) -> str:
         """Return a token that opens one session with the rights of a caller's key, once."""
-        return await self._add(caller, moment, moment + _LINK, is_link=True)
+        token = secrets.token_urlsafe(32)
+        await self.tokens.add(
+            ConsoleToken(
+                token_hash=hash_key(token),
+                is_link=True,
+                key_id=caller.key_id,
+                created_at=moment,
+                expires_at=moment + _LINK,
+                session_ends_at=caller.expires_at,
+            )
+        )
+        return token
 
-    async def open_with_link(self, token: str, moment: datetime) -> BrowserSession:
-        """Open a session with a link.
+    async def with_link(self, token: str, address: str, moment: datetime) -> Opening:
+        """Use up a link; return who opens a session with it.
 
         Raises:
             Unauthenticated: the link was used, has expired, or its key has ended.
+            Overloaded: so were too many others from this address.
         """
-        key_id = await self.tokens.use_link(hash_key(token), moment)
-        if key_id is None:
-            raise Unauthenticated(
-                "this link was used or has expired; `tinkercloud console` prints another one"
-            )
-        return await self._open(await self.authenticator.holder_of(key_id), moment)
+        ends_at: datetime | None = None
 
-    async def open_with_key(self, key: str, moment: datetime) -> BrowserSession:
-        """Open a session with an API key.
+        async def look_up() -> Principal:
+            nonlocal ends_at
+            found = await self.tokens.use_link(hash_key(token), moment)
+            if found is None:
+                raise Unauthenticated(
+                    "this link was used or has expired; `tinkercloud console` prints another one"
+                )
+            key_id, ends_at = found
+            return await self.authenticator.holder_of(key_id)
+
+        caller = await self.throttle.holder(address, look_up)
+        return Opening(caller, ends_at)
+
+    async def with_key(self, key: str, address: str) -> Opening:
+        """Return who opens a session with an API key.
 
         Raises:
             Unauthenticated: the key is unknown, revoked or expired.
+            Overloaded: so were too many others from this address.
         """
-        return await self._open(await self.authenticator.principal(key), moment)
+        found = await self.throttle.holder(address, lambda: self.authenticator.principal(key))
+        return Opening(found, found.expires_at)
 
-    async def find(self, token: str | None, moment: datetime) -> BrowserSession:
+    async def open(self, opening: Opening, moment: datetime) -> BrowserSession:
+        """Open a session."""
+        ends = [opening.ends_at, opening.caller.expires_at, moment + _SESSION]
+        token = secrets.token_urlsafe(32)
+        await self.tokens.add(
+            ConsoleToken(
+                token_hash=hash_key(token),
+                is_link=False,
+                key_id=opening.caller.key_id,
+                created_at=moment,
+                expires_at=min(each for each in ends if each is not None),
+            )
+        )
+        return BrowserSession(token, opening.caller)
+
+    async def find(self, token: str | None, address: str, moment: datetime) -> BrowserSession:
         """Return the session of a cookie.
 
         Raises:
             Unauthenticated: there is none, or its key has ended.
+            Overloaded: so were too many others from this address.
         """
-        key_id = None
-        if token:
+        if not token:
+            raise Unauthenticated(_LOGGED_OUT)
+
+        async def look_up() -> Principal:
             key_id = await self.tokens.key_of_session(hash_key(token), moment)
-        if token is None or key_id is None:
-            raise Unauthenticated("log in to see this page")
-        return BrowserSession(token, await self.authenticator.holder_of(key_id))
+            if key_id is None:
+                raise Unauthenticated(_LOGGED_OUT)
+            return await self.authenticator.holder_of(key_id)
+
+        return BrowserSession(token, await self.throttle.holder(address, look_up))
 
     async def end(self, session: BrowserSession, *, everywhere: bool) -> None:
         """End a session, or all sessions of its owner."""
@@ -94,21 +149,3 @@ class BrowserSessions:
             await self.tokens.end_sessions(session.caller.owner)
         else:
             await self.tokens.end_session(hash_key(session.token))
-
-    async def _open(self, caller: Principal, moment: datetime) -> BrowserSession:
-        ends_at = min(moment + _SESSION, caller.expires_at or moment + _SESSION)
-        return BrowserSession(await self._add(caller, moment, ends_at, is_link=False), caller)
-
-    async def _add(
-        self, caller: Principal, moment: datetime, ends_at: datetime, *, is_link: bool
-    ) -> str:
-        token = secrets.token_urlsafe(32)
-        row = ConsoleToken(
-            token_hash=hash_key(token),
-            is_link=is_link,
-            key_id=caller.key_id,
-            created_at=moment,
-            expires_at=ends_at,
-        )
-        await self.tokens.add(row)
-        return token

@@ -42,6 +42,11 @@ def changes(event: str) -> Effect:
     return Effect(is_mutation=True, event=event)
 
 
+def shows(event: str) -> Effect:
+    """Return the effect of requests that change nothing, and that the audit log keeps as this."""
+    return Effect(is_mutation=False, event=event)
+
+
 def administers(event: str) -> Effect:
     """Return the effect of requests that only admins may send, kept as this event."""
     return Effect(is_mutation=True, event=event, needs_admin=True)

@@ -4,13 +4,14 @@ Each page shows what a call of the API returns, which its foot names, with the r
 that opened the browser's session.
 """
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import parse_qs, quote, urlencode
+from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 from fastapi import APIRouter, Depends, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,7 +20,7 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from tinkercloud_api.access.browser_sessions import BrowserSession
-from tinkercloud_api.access.effects import READS, changes, declares, names_no_object
+from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.console import page_texts
@@ -34,7 +35,7 @@ from tinkercloud_protocol.responses.run_states import (
     RunCurvePoint,
 )
 from tinkercloud_protocol.wire.asgi import Scope
-from tinkercloud_protocol.wire.errors import Forbidden, Unauthenticated, WireError
+from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unauthenticated, WireError
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.json_model import sentences
 
@@ -86,12 +87,12 @@ class PageRoute(APIRoute):
             except Unauthenticated as error:
                 if request.method == "GET":
                     return _login_page(error.message, HTTPStatus.UNAUTHORIZED)
-                return _failure(error.message, error.status)
+                return failure(error.message, error.status)
             except WireError as error:
-                return _failure(error.message, error.status)
+                return failure(error.message, error.status)
             except RequestValidationError as error:
                 faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
-                return _failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
+                return failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
 
         return handle_page
 
@@ -108,7 +109,28 @@ async def _session(request: Request) -> BrowserSession:
     found = request.scope.get("browser")
     if isinstance(found, BrowserSession):
         return replace(found, caller=request.scope["principal"])
-    return await get_context(request).browsers.find(session_token(request.scope), now())
+    browsers, scope = get_context(request).browsers, request.scope
+    return await browsers.find(session_token(scope), _address(scope), now())
+
+
+def _address(scope: Scope) -> str:
+    return str((scope.get("client") or ("",))[0])
+
+
+def _check_site(request: Request, server: Context) -> None:
+    """Check that a form which opens a session is not of another site.
+
+    Browsers say where it comes from in one header or the other.
+
+    Raises:
+        Forbidden: it is.
+    """
+    own = {request.headers.get("host"), urlsplit(server.settings.public_url or "").netloc}
+    origin = request.headers.get("origin")
+    is_foreign = origin is not None and urlsplit(origin).netloc not in own - {""}
+    site = request.headers.get("sec-fetch-site", "none")
+    if is_foreign or site not in {"none", "same-origin"}:
+        raise Forbidden("this starts on the page /console/login; open it in the browser")
 
 
 Session = Annotated[BrowserSession, Depends(_session)]
@@ -147,16 +169,17 @@ async def log_in(request: Request, server: Server) -> Response:
         Forbidden: the form is of another site, which could log a browser in as somebody else.
         Unauthenticated: the key or the link is not valid.
     """
-    if request.headers.get("sec-fetch-site", "none") not in {"none", "same-origin"}:
-        raise Forbidden("this starts on the page /console/login; open it in the browser")
-    sent = await _form(request)
+    _check_site(request, server)
+    sent, browsers, address = await _form(request), server.browsers, _address(request.scope)
     try:
         if "link" in sent:
-            session = await server.browsers.open_with_link(sent["link"], now())
+            opening = await browsers.with_link(sent["link"], address, now())
         else:
-            session = await server.browsers.open_with_key(sent.get("key", "").strip(), now())
+            opening = await browsers.with_key(sent.get("key", "").strip(), address)
     except Unauthenticated as error:
         return _login_page(error.message, HTTPStatus.UNAUTHORIZED)
+    await server.auditing.record_console_login(opening.caller, address)
+    session = await browsers.open(opening, now())
     run = f"/{quote(sent['run'], safe=':')}" if "run" in sent else ""
     answer = RedirectResponse(f"{PREFIX}/runs{run}", HTTPStatus.SEE_OTHER)
     _set_cookie(answer, request, server, session.token)
@@ -164,7 +187,7 @@ async def log_in(request: Request, server: Server) -> Response:
 
 
 @router.post("/logout")
-@declares(READS)
+@declares(shows("console_logout"))
 async def log_out(request: Request, server: Server, session: Session) -> Response:
     """End the session of the browser, or all sessions of its owner."""
     sent = await _form(request)
@@ -214,17 +237,24 @@ async def show_run(
     """Show a run: its curves, its state and its checkpoints."""
     run = await run_state_routes.show_run(run_id, server, session.caller)
     curve = await run_state_routes.show_curve(run_id, server, session.caller)
-    answer = _page(
-        "run.html",
-        session=session,
-        run=run,
-        points=curve.points,
-        metrics=[name for name in _METRICS if any(name in each.metrics for each in curve.points)],
-        charts=[*_charts({run_id: curve.points}), *_logged_charts(curve)],
-        follow=follow,
-        twin=f"runs/{quote(run_id, safe=':')}/curve",
-        command=f"tinkercloud runs curve {run_id} --watch",
-    )
+    row = await server.catalog.run(run_id)
+
+    def draw() -> HTMLResponse:
+        return _page(
+            "run.html",
+            session=session,
+            run=run,
+            may_change=row is not None and session.caller.may_change(row),
+            points=curve.points,
+            metrics=[n for n in _METRICS if any(n in each.metrics for each in curve.points)],
+            charts=[*_charts({run_id: curve.points}), *_logged_charts(curve)],
+            follow=follow,
+            twin=f"runs/{quote(run_id, safe=':')}/curve",
+            command=f"tinkercloud runs curve {run_id} --watch",
+        )
+
+    # Some milliseconds for all that a run can have.
+    answer = await asyncio.to_thread(draw)
     if follow is not None:
         answer.headers["Refresh"] = str(follow)
     return answer
@@ -261,14 +291,19 @@ async def compare_runs(
         run_id: (await run_state_routes.show_curve(run_id, server, session.caller)).points
         for run_id in run
     }
-    return _page(
-        "compare.html",
-        session=session,
-        runs=await _names(curves, server),
-        charts=_charts(curves),
-        twin=f"runs/{quote(run[0], safe=':')}/curve",
-        command=f"tinkercloud runs curve {run[0]}",
-    )
+    names = await _names(curves, server)
+
+    def draw() -> HTMLResponse:
+        return _page(
+            "compare.html",
+            session=session,
+            runs=names,
+            charts=_charts(curves),
+            twin=f"runs/{quote(run[0], safe=':')}/curve",
+            command=f"tinkercloud runs curve {run[0]}",
+        )
+
+    return await asyncio.to_thread(draw)
 
 
 @router.get("/problems")
@@ -318,8 +353,11 @@ def _logged_charts(curve: RunCurve) -> list[Chart]:
 
 
 def _as_point(name: str, logged: LoggedPoint) -> RunCurvePoint:
-    value = CurveMetric(mean=logged.value, low=logged.value, high=logged.value, not_finite=0)
-    return RunCurvePoint(step=logged.step, steps=1, time=logged.time, metrics={name: value})
+    number = logged.value
+    value = CurveMetric.model_construct(mean=number, low=number, high=number, not_finite=0)
+    return RunCurvePoint.model_construct(
+        step=logged.step, steps=1, time=logged.time, metrics={name: value}
+    )
 
 
 async def _names(runs: Iterable[str], server: Context) -> dict[str, str | None]:
@@ -341,9 +379,17 @@ def _set_cookie(answer: Response, request: Request, server: Context, token: str)
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form; of a field that was sent twice, the last value."""
+    """Return the fields of a form; of a field that was sent twice, the last value.
+
+    Raises:
+        InvalidRequest: it has too many fields.
+    """
     text = (await request.body()).decode("utf-8", errors="replace")
-    return {name: values[-1] for name, values in parse_qs(text, max_num_fields=20).items()}
+    try:
+        found = parse_qs(text, max_num_fields=20)
+    except ValueError:
+        raise InvalidRequest("the form has more than 20 fields; open the page again") from None
+    return {name: values[-1] for name, values in found.items()}
 
 
 def _page(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HTMLResponse:
@@ -356,5 +402,6 @@ def _login_page(problem: str, status: int) -> HTMLResponse:
     return _page("login.html", status, link=None, run=None, problem=problem)
 
 
-def _failure(message: str, status: int) -> HTMLResponse:
+def failure(message: str, status: int) -> HTMLResponse:
+    """Return the page of an error."""
     return _page("failure.html", status, message=message, code=int(status))

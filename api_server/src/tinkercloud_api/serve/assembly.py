@@ -72,8 +72,8 @@ class Outside:
 
 
 MIDDLEWARE: tuple[Callable[[ASGIApp, Outside], ASGIApp], ...] = (
-    lambda app, _: RequestIdMiddleware(app),
     lambda app, _: ShortPathMiddleware(app),
+    lambda app, _: RequestIdMiddleware(app),
     lambda app, _: MetricsMiddleware(app, EXACT_PATHS),
     lambda app, outside: HotPaths(app, outside.server, outside.routed),
     lambda app, outside: BodyLimitMiddleware(app, JSON.max_bytes(outside.settings)),

@@ -15,7 +15,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.console.console_pages import session_token
+from tinkercloud_api.console.console_pages import failure, session_token
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
@@ -36,7 +36,7 @@ from tinkercloud_api.web.asgi_http import (
 from tinkercloud_api.web.error_handlers import allowed_methods
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import future_responses, routes
-from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, error_headers, respond
+from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send, error_headers, respond
 from tinkercloud_protocol.wire.errors import MethodNotAllowed, Unauthenticated, WireError
 
 log = structlog.get_logger(__name__)
@@ -138,7 +138,9 @@ class HotPaths:
     async def _browser(self, scope: Scope) -> Principal | None:
         """Return whose key opened the session of a browser; None if it has none."""
         try:
-            session = await self._server().browsers.find(session_token(scope), now())
+            address = (scope.get("client") or ("",))[0]
+            browsers = self._server().browsers
+            session = await browsers.find(session_token(scope), address, now())
         except Unauthenticated:
             # Pages say why, and ask for a key.
             return None
@@ -188,11 +190,18 @@ async def _respond_error(
 ) -> None:
     """Send the response to an error, in the shape that clients of the path expect."""
     path: str = scope["path"]
+    if authentication_of(path) is Authentication.BROWSER:
+        await failure(error.message, error.status)(scope, _nothing_to_receive, send)
+        return
     if not path.startswith(chat_errors.PREFIXES):
         await respond_error(send, error, headers)
         return
     body, fields = chat_errors.error_bytes(path, error), error_headers(error)
     await respond(send, body, status=error.status, headers={**fields, **(headers or {})})
+
+
+async def _nothing_to_receive() -> Message:
+    return {"type": "http.disconnect"}
 
 
 def _declare_json(scope: Scope) -> None:

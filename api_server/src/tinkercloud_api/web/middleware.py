@@ -46,7 +46,7 @@ class ShortPathMiddleware:
                 name == b"anthropic-version" for name, _ in scope["headers"]
             )
             base = routes.ANTHROPIC if is_anthropic else routes.OPENAI.removesuffix("/v1")
-            raw = base.encode() + scope["raw_path"]
+            raw = base.encode() + scope.get("raw_path", path.encode())
             scope = {**scope, "path": base + path, "raw_path": raw}
         await self._app(scope, receive, send)
 

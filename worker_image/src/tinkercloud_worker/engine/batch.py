@@ -85,7 +85,8 @@ class Batch:
         if self.uploaded is not None:
             return float(len(self.examples))
         if self.loss_fn == "cross_entropy":
-            return float(sum(example.inputs["weights"].sum() for example in self.examples))
+            weights = (example.inputs["weights"] for example in self.examples)
+            return float(sum(each.sum(dtype=np.float64) for each in weights))
         return float(sum(example.targets.size for example in self.examples))
 
     @property

@@ -33,7 +33,8 @@ class PassSums:
 class StoredCurve(BaseModel):
     """A curve in the stored state of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # A loss may be NaN.
+    model_config = ConfigDict(frozen=True, extra="ignore", ser_json_inf_nan="constants")
 
     stride: int
     points: list[CurvePoint]
@@ -93,12 +94,16 @@ class RunCurve:
         """Forget the passes since the last step, whose gradient was dropped."""
         self._passes = PassSums()
 
-    def stored(self) -> bytes:
-        """Return the curve for the stored state of the run, as JSON."""
+    def stored(self, *, has_gradient: bool) -> bytes:
+        """Return the curve for the stored state of the run, as JSON.
+
+        Args:
+            has_gradient: whether the state has the gradient of the passes since the last step.
+        """
         stored = StoredCurve.model_construct(
             stride=self.curve.stride,
             points=self.curve.points,
-            passes=PassSums(**asdict(self._passes)),
+            passes=PassSums(**asdict(self._passes)) if has_gradient else PassSums(),
         )
         return stored.model_dump_json().encode()
 
@@ -127,10 +132,11 @@ class Curves:
         self._here[name] = curve = RunCurve(self._notify)
         return curve
 
-    def depart(self, name: str) -> None:
+    def depart(self, name: str, curve: RunCurve) -> None:
         """Keep the curve of a model that leaves the head, for the next reports."""
-        if (curve := self._here.pop(name, None)) is None:
+        if self._here.get(name) is not curve:
             return
+        del self._here[name]
         self._departed[name] = curve
         if len(self._departed) > _DEPARTED:
             self._departed.popitem(last=False)

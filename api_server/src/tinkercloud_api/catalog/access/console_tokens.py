@@ -19,15 +19,22 @@ class ConsoleTokens(Statements):
         async with self._writing() as db:
             db.add(row)
 
-    async def use_link(self, token_hash: str, moment: datetime) -> int | None:
-        """Use up a link; return the id of its key, or None if it is unknown or has expired."""
+    async def use_link(
+        self, token_hash: str, moment: datetime
+    ) -> tuple[int, datetime | None] | None:
+        """Use up a link.
+
+        Returns:
+            The id of its key, and when the session has to end; None if the link is unknown or has
+            expired.
+        """
         used = delete(ConsoleToken).where(
             ConsoleToken.token_hash == token_hash, ConsoleToken.is_link
         )
-        returned = used.returning(ConsoleToken.key_id, ConsoleToken.expires_at)
+        columns = (ConsoleToken.key_id, ConsoleToken.session_ends_at, ConsoleToken.expires_at)
         async with self._writing() as db:
-            row = (await db.execute(returned)).first()
-        return row[0] if row is not None and row[1] > moment else None
+            row = (await db.execute(used.returning(*columns))).first()
+        return (row[0], row[1]) if row is not None and row[2] > moment else None
 
     async def key_of_session(self, token_hash: str, moment: datetime) -> int | None:
         """Return the id of the key of a session; None if it is unknown or has expired."""

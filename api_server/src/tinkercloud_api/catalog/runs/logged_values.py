@@ -14,18 +14,14 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import LoggedValue
+from tinkercloud_api.catalog.schema.tables import LoggedValue, TrainingRun
 from tinkercloud_protocol.heads.reports.run_curves import MAX_POINTS
+from tinkercloud_protocol.responses.run_states import LoggedPoint
 from tinkercloud_protocol.wire.errors import InvalidRequest
 
-MAX_NAMES = 64
+MAX_NAMES = 32
 """Names of a run."""
 _TABLE = cast("SqlTable", LoggedValue.__table__)
-
-
-def stride(last_step: int) -> int:
-    """Return the number of steps of which one value is kept, if the last step is this one."""
-    return 1 << max(0, (last_step // MAX_POINTS).bit_length())
 
 
 class LoggedValues(Statements):
@@ -52,6 +48,10 @@ class LoggedValues(Statements):
             for name, value in sorted(values.items())
         ]
         async with self._writing() as db:
+            # One call of a run after the other, on all servers.
+            await db.execute(
+                select(TrainingRun.id).where(TrainingRun.id == run_id).with_for_update()
+            )
             of_run = select(func.count(LoggedValue.name.distinct()))
             others = of_run.where(LoggedValue.run_id == run_id, LoggedValue.name.not_in(values))
             if (await db.scalar(others) or 0) + len(values) > MAX_NAMES:
@@ -60,15 +60,19 @@ class LoggedValues(Statements):
                     " fewer"
                 )
             await db.execute(self._add, rows)
-            for name in values:
+            for name in sorted(values):
                 await _thin_out(db, run_id, name)
 
-    async def of_run(self, run_id: str) -> dict[str, list[LoggedValue]]:
+    async def of_run(self, run_id: str) -> dict[str, list[LoggedPoint]]:
         """Return the values of a run by name, in the order of their steps."""
-        query = select(LoggedValue).where(LoggedValue.run_id == run_id)
-        found: dict[str, list[LoggedValue]] = {}
-        for row in await self._all(query.order_by(LoggedValue.name, LoggedValue.step)):
-            found.setdefault(row.name, []).append(row)
+        columns = (LoggedValue.name, LoggedValue.step, LoggedValue.value, LoggedValue.at)
+        query = select(*columns).where(LoggedValue.run_id == run_id)
+        async with self._reading() as db:
+            rows = await db.execute(query.order_by(LoggedValue.name, LoggedValue.step))
+        found: dict[str, list[LoggedPoint]] = {}
+        for name, step, value, at in rows:
+            point = LoggedPoint.model_construct(step=step, value=value, time=at)
+            found.setdefault(name, []).append(point)
         return found
 
 
@@ -83,5 +87,11 @@ async def _thin_out(db: AsyncSession, run_id: str, name: str) -> None:
 
 
 def _surplus(steps: Sequence[int]) -> list[int]:
-    width = stride(steps[-1])
-    return [step for step, following in pairwise(steps) if step // width == following // width]
+    """Return which steps to delete, so that stretches of one width have one each."""
+    surplus, width = list[int](), 1
+    while len(steps) - len(surplus) > MAX_POINTS:
+        width *= 2
+        surplus = [
+            step for step, following in pairwise(steps) if step // width == following // width
+        ]
+    return surplus

@@ -394,8 +394,8 @@ class RunPoint(Table):
     """Steps of a full point. Only the points of a run's largest stride count."""
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """Its number among the points of the curve, from 0."""
-    steps: Mapped[int]
-    step: Mapped[int]
+    steps: Mapped[int] = mapped_column(BigInteger)
+    step: Mapped[int] = mapped_column(BigInteger)
     at: Mapped[datetime]
     metrics: Mapped[dict[str, Any]]
 
@@ -424,6 +424,8 @@ class ConsoleToken(Table):
     """The API key whose rights it has."""
     created_at: Mapped[datetime]
     expires_at: Mapped[datetime] = mapped_column(index=True)
+    session_ends_at: Mapped[datetime | None]
+    """When a session that a link opens has to end: with the token that asked for the link."""
 
 
 class SamplerClientCount(Table):

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter
 
-from tinkercloud_api.access.effects import READS, changes, declares, names_no_object
+from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.responses.account_listings import ConsoleLink, TokenAnswer
@@ -20,7 +20,7 @@ async def issue_token(server: Server, caller: Caller) -> TokenAnswer:
 
 
 @router.post("/console")
-@declares(changes("console_open"))
+@declares(shows("console_open"))
 @names_no_object
 async def open_console(server: Server, caller: Caller) -> ConsoleLink:
     """Return a link that opens the console once, with the rights of the key of the request."""

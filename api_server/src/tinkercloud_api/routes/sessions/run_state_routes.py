@@ -11,7 +11,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import LoggedValue, Session, TrainingRun, now
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.heads.run_states import Whereabouts
 from tinkercloud_api.providers.base import HeadEndpoint
@@ -24,7 +24,6 @@ from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, MetricValu
 from tinkercloud_protocol.requests.training_requests import TrainingName
 from tinkercloud_protocol.responses.run_states import (
     CurveMetric,
-    LoggedPoint,
     RunCheckpoint,
     RunCurve,
     RunCurvePoint,
@@ -103,11 +102,10 @@ async def show_curve(run_id: str, server: Server, caller: Caller) -> RunCurve:
     """Return what a run's optimizer steps have reported, in a bounded number of points."""
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     curve = await server.points.curve(row.id)
-    logged = await server.logged.of_run(row.id)
     return RunCurve(
         run_id=row.id,
         points=[_curve_point(each) for each in curve.points],
-        logged={name: [_logged(each) for each in values] for name, values in logged.items()},
+        logged=await server.logged.of_run(row.id),
     )
 
 
@@ -118,6 +116,7 @@ async def log_metrics(
 ) -> dict[str, str]:
     """Record values that the client has computed at a step; those of the step are replaced."""
     await _authorize(run_id, server, caller)
+    server.activity.touch(run_id)
     await server.logged.log(run_id, request.step, request.metrics, now())
     return {}
 
@@ -233,10 +232,6 @@ def _why_ended(session: Session) -> str:
         return "its model was deleted"
     detail = f", {session.finish_detail}" if session.finish_detail else ""
     return f"its session was ended ({session.finish_reason}{detail})"
-
-
-def _logged(row: LoggedValue) -> LoggedPoint:
-    return LoggedPoint(step=row.step, value=row.value, time=row.at)
 
 
 def _curve_point(point: CurvePoint) -> RunCurvePoint:

@@ -6,6 +6,7 @@ one `CurveReport` a line.
 """
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +16,10 @@ from pydantic import BaseModel, ConfigDict
 
 MAX_POINTS = 256
 """Points of a curve. When there are as many, each has twice as many steps from then on."""
+
+
+_MAX = sys.float_info.max
+"""A sum beyond it would be no number of JSON."""
 
 
 class MetricValues(NamedTuple):
@@ -43,7 +48,7 @@ class MetricValues(NamedTuple):
             return (self if self.num_values else other)._replace(not_finite=bad)
         return MetricValues(
             self.num_values + other.num_values,
-            self.total + other.total,
+            max(-_MAX, min(self.total + other.total, _MAX)),
             min(self.low, other.low),
             max(self.high, other.high),
             bad,

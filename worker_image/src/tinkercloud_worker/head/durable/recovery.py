@@ -166,6 +166,7 @@ class Recovery:
             accept()
         except BaseException:
             model.queue.close("the model could not be continued")
+            suspension.backend.curves.depart(str(model_id), model.operations.curve)
             raise
         model.queue.submit(0, b"create", 0, Operation(partial(_create_again, model)))
         model.queue.restore(QueueSnapshot(0, waiting, None))

@@ -214,7 +214,9 @@ class Suspension:
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),
-            curve=bodies.add(model.operations.curve.stored()),
+            curve=bodies.add(
+                model.operations.curve.stored(has_gradient=not state.has_dirty_gradient)
+            ),
         )
 
     def _kept_results(self, model: LiveModel, state: QueueSnapshot) -> list[ExportedResult]:

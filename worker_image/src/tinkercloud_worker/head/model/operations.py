@@ -28,6 +28,7 @@ from tinkercloud_worker.checkpoints import encryption, formats
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine.batch import Batch, prepare, prepare_custom
 from tinkercloud_worker.engine.trainer import (
+    GradientLost,
     Publication,
     TrainingState,
 )
@@ -153,13 +154,18 @@ class Operations:
     async def optim_step(self, request: OptimStepRequest) -> Result:
         """Apply the gradient."""
         self._check_alive()
-        self.engine.report_lost_gradient()
         params = request.adam()
-        self.num_changes += 1
         try:
-            metrics = await self.engine.step(params)
-        finally:
-            self._count_change()
+            self.engine.report_lost_gradient()
+            self.num_changes += 1
+            try:
+                metrics = await self.engine.step(params)
+            finally:
+                self._count_change()
+        except (GradientLost, InvalidRequest):
+            # The trainer has zeroed a gradient that is not finite.
+            self.curve.drop_passes()
+            raise
         self._steps = int(metrics["step"])
         self.curve.count_step(self._steps, params, metrics["grad_norm"])
         return future_responses.finished({"metrics": dict(metrics)})
@@ -345,7 +351,7 @@ class Operations:
     async def delete(self) -> None:
         """Free the model's memory."""
         self._refused = "the model was deleted"
-        self._backend.curves.depart(self._name)
+        self._backend.curves.depart(self._name, self.curve)
         await self.engine.remove()
         await self._samplers.retire_model(self._model_id)
 

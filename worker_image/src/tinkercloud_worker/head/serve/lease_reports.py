@@ -7,9 +7,10 @@ everything. A head that is killed loses what it has not reported: the usage of a
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
-from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
@@ -36,7 +37,7 @@ async def lease_reports(
     ended = asyncio.create_task(drained.wait())
     revision = 0
     reported: Mapping[str, str | None] | None = None
-    curves = dict[str, tuple[int, int]]()
+    curves = Reported()
     with (
         backend.usage.notifying(changed.set),
         backend.curves.notifying(changed.set),
@@ -57,8 +58,12 @@ async def lease_reports(
                     yield report.model_dump_json().encode() + b"\n"
                 # In a thread, because the first report has everything.
                 revision, counts = await asyncio.to_thread(backend.usage.changes, revision)
-                for line in (*_usage(backend, counts), *curve_reports(backend, curves)):
+                for line in _usage(backend, counts):
                     yield line
+                for changed_curve in curve_changes(backend, curves):
+                    # In a thread, because the first report has everything.
+                    for line in await asyncio.to_thread(curve_lines, changed_curve):
+                        yield line
         finally:
             ended.cancel()
 
@@ -81,22 +86,47 @@ def _usage(backend: Backend, counts: Sequence[HourOfUsage]) -> Iterator[bytes]:
         yield report.model_dump_json().encode() + b"\n"
 
 
-def curve_reports(backend: Backend, reported: dict[str, tuple[int, int]]) -> Iterator[bytes]:
-    """Yield what has changed in the curves of the models, one report a line.
+@dataclass(frozen=True, slots=True)
+class ChangedCurve:
+    """What has changed in the curve of a model."""
+
+    name: str
+    stride: int
+    points: Sequence[CurvePoint]
+
+
+Reported = dict[str, tuple[Curve, int, int]]
+"""By model: the curve that was reported, its stride then and its number of steps then."""
+
+
+def curve_changes(backend: Backend, reported: Reported) -> list[ChangedCurve]:
+    """Return what has changed in the curves of the models.
 
     Args:
         backend: the parts of the head.
-        reported: the stride and the number of steps of what was reported of each model; updated.
+        reported: what was reported on the connection; updated.
     """
     earlier = dict(reported)
     reported.clear()
+    changes = []
     for name, curve in backend.curves.all():
-        changed = curve.since(*earlier.get(name, (0, 0)))
-        reported[name] = curve.stride, curve.num_steps
-        for start in range(0, len(changed), _MAX_ENTRIES):
-            points = list(changed[start : start + _MAX_ENTRIES])
-            report = CurveReport(curve_of=name, stride=curve.stride, points=points)
-            yield report.model_dump_json().encode() + b"\n"
+        known, stride, num_steps = earlier.get(name, (curve, 0, 0))
+        # Of a run that was restored, all points may be others.
+        changed = curve.since(stride, num_steps) if known is curve else curve.points[:]
+        reported[name] = curve, curve.stride, curve.num_steps
+        if changed:
+            changes.append(ChangedCurve(name, curve.stride, changed))
+    return changes
+
+
+def curve_lines(changed: ChangedCurve) -> list[bytes]:
+    """Return the reports of what has changed in a curve, one a line."""
+    lines = []
+    for start in range(0, len(changed.points), _MAX_ENTRIES):
+        points = list(changed.points[start : start + _MAX_ENTRIES])
+        report = CurveReport(curve_of=changed.name, stride=changed.stride, points=points)
+        lines.append(report.model_dump_json().encode() + b"\n")
+    return lines
 
 
 def _entry(count: HourOfUsage) -> UsageEntry:

@@ -52,6 +52,7 @@ class ModelCreation:
                 self.models.apply(name, ModelEvent.NOT_STARTED)
                 model.queue.close(f"model {name} could not be created")
                 await self.durability.leave(name)
+            self.suspension.backend.curves.depart(name, model.operations.curve)
             raise
         if self.models.in_memory.get(name) is not model:
             raise NotFound(f"model {name} was deleted")

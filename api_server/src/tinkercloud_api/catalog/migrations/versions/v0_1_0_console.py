@@ -16,8 +16,8 @@ def upgrade() -> None:
         sa.Column("run_id", sa.String(), nullable=False),
         sa.Column("stride", sa.Integer(), autoincrement=False, nullable=False),
         sa.Column("number", sa.Integer(), autoincrement=False, nullable=False),
-        sa.Column("steps", sa.Integer(), nullable=False),
-        sa.Column("step", sa.Integer(), nullable=False),
+        sa.Column("steps", sa.BigInteger(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("metrics", sa.JSON(), nullable=False),
         sa.PrimaryKeyConstraint("run_id", "stride", "number"),
@@ -38,6 +38,7 @@ def upgrade() -> None:
         sa.Column("key_id", sa.Integer(), nullable=False),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
         sa.Column("expires_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("session_ends_at", sa.DateTime(timezone=True), nullable=True),
         sa.PrimaryKeyConstraint("token_hash"),
     )
     for column in ("key_id", "expires_at"):
