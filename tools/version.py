@@ -37,6 +37,10 @@ PLACES = {
         rf"^ +helm\.sh/chart: tinkercloud-({RELEASE})",
     ],
     "docs/operate/*.md": [IMAGE, rf"\$\{{image%%:\*\}}:({RELEASE})"],
+    "docs/operate/gitops.md": [
+        rf"^ +targetRevision: ({RELEASE})",
+        rf"^ +ref: \{{ tag: ({RELEASE}) \}}",
+    ],
     "docs/operate/quickstart.md": [
         rf"charts/tinkercloud[a-z-]* --version ({RELEASE})",
         rf"\b(?:Tenant|the chart) of ({RELEASE})",
