@@ -1,6 +1,6 @@
 """What needs attention: failing models and stores, runs that are lost or wait, limits reached."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from fastapi import APIRouter
 
@@ -31,12 +31,14 @@ _REMEDIES = {
 async def list_problems(server: Server, caller: Caller) -> ProblemList:
     """List what needs attention of what the caller may see."""
     found = [*await _of_store(server)]
-    found += _of_models(await server.base_models.listed(caller))
+    models = await server.base_models.listed(caller)
+    loading = {model.model_name for model in models if _is_loading(model)}
+    found += _of_models(models)
     found += _of_quota(caller.owner, await server.quotas.of(caller.owner))
     visible = caller.visible("accessible")
     rows, _ = await server.catalog.runs_by_use(visible, Page(0, _MAX_RUNS))
     for row, place in zip(rows, await server.runs.states.of(rows), strict=True):
-        found += _of_run(row, place)
+        found += of_run(row, place, loading)
     return ProblemList(problems=found)
 
 
@@ -74,12 +76,24 @@ def _of_quota(owner: str, quota: Quota | None) -> Iterator[Problem]:
             )
 
 
-def _of_run(row: TrainingRun, place: Whereabouts) -> Iterator[Problem]:
-    held = place.held
-    causes = [
-        (place.state, place.reason or f"the run is {place.state}"),
-        (place.queue_state, place.queue_reason or f"its next request is {place.queue_state}"),
-    ]
+def _is_loading(model: ListedModel) -> bool:
+    return (model.state or "").startswith(("loading", "downloading", "not loaded"))
+
+
+def of_run(row: TrainingRun, place: Whereabouts, loading: Collection[str]) -> Iterator[Problem]:
+    """Yield what needs attention of a run.
+
+    Args:
+        row: the run.
+        place: where its model is.
+        loading: base models that load, for which their runs just wait.
+    """
+    held, causes = place.held, list[tuple[str, str]]()
+    causes.append((place.state, place.reason or f"the run is {place.state}"))
+    if row.base_model not in loading:
+        causes.append(
+            (place.queue_state, place.queue_reason or f"its next request is {place.queue_state}")
+        )
     found = [(why, _REMEDIES[what]) for what, why in causes if what in _REMEDIES]
     if held is not None and held.degraded is not None:
         found.append((f"a kill of its head would lose steps: {held.degraded}", _SAVE))
