@@ -109,6 +109,8 @@ def test_another_site_logs_no_browser_in(server: Server) -> None:
     for origin, status in (("null", 403), ("http://evil.example", 403), (server.url, 303)):
         browser.http.headers["origin"] = origin
         assert browser.send("/console/login", {"key": API_KEY}).status_code == status
+    # Chromium sends `Origin: null` for forms of a page with the policy no-referrer.
+    assert browser.get("/console/login").headers["referrer-policy"] == "same-origin"
 
 
 def test_a_link_can_lead_to_a_run_and_nowhere_else(server: Server) -> None:

@@ -86,7 +86,7 @@ def chart(metric: str, placed: Mapping[str, Sequence[Place]]) -> Chart | None:
         metric,
         lines,
         [Tick(axes.x(step), str(step)) for step in marks],
-        [Tick(axes.y(value), f"{value:.4g}") for value in heights],
+        [Tick(axes.y(value), f"{value:.3g}") for value in heights],
         f"{metric} by step; {'; '.join(summaries)}",
     )
 

@@ -53,7 +53,8 @@ _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
     ),
-    "Referrer-Policy": "no-referrer",
+    # With `no-referrer`, browsers would name no origin of our own forms (`_check_site`).
+    "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 _FOLDER = Path(str(files("tinkercloud_api.console")))
