@@ -131,7 +131,10 @@ def _check_site(request: Request, server: Context) -> None:
     is_foreign = origin is not None and urlsplit(origin).netloc not in own - {""}
     site = request.headers.get("sec-fetch-site", "none")
     if is_foreign or site not in {"none", "same-origin"}:
-        raise Forbidden("this starts on the page /console/login; open it in the browser")
+        raise Forbidden(
+            "this form came from another site: open the page /console/login; behind a proxy that"
+            " changes the header Host, set TINKERCLOUD_PUBLIC_URL"
+        )
 
 
 Session = Annotated[BrowserSession, Depends(_session)]
