@@ -38,12 +38,14 @@ def test_a_head_counts_how_long_requests_wait_and_run(
     request = {"request": "forward_backward"}
     waited = server.head_metric("tinkercloud_request_wait_seconds_count", **request)
     ran = server.head_metric("tinkercloud_request_seconds_count", **request)
+    owned = server.head_metric("tinkercloud_owner_requests_total", owner="bootstrap")
     seconds = server.head_metric("tinkercloud_request_seconds_sum", **request)
 
     training.forward_backward([a_datum()], "cross_entropy").result()
 
     assert server.head_metric("tinkercloud_request_wait_seconds_count", **request) == waited + 1
     assert server.head_metric("tinkercloud_request_seconds_count", **request) == ran + 1
+    assert server.head_metric("tinkercloud_owner_requests_total", owner="bootstrap") == owned + 1
     assert server.head_metric("tinkercloud_request_seconds_sum", **request) > seconds
 
 

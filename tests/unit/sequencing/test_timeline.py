@@ -12,7 +12,7 @@ async def test_the_spans_of_all_sessions_are_bounded_and_the_latest_sessions_kee
 
     for session in range(sessions):
         for _ in range(MAX_SPANS + 1):
-            await recorder.timed(f"s{session}:train:0", "optim_step", work)()
+            await recorder.timed(f"s{session}:train:0", "optim_step", "me", work)()
 
     kept = [len(recorder.of_session(f"s{session}")) for session in range(sessions)]
     assert kept == [0] + [MAX_SPANS] * (sessions - 1)
@@ -30,6 +30,21 @@ async def test_the_times_of_a_batch_count_for_its_request_whatever_its_format() 
 
     before = counted()
     for name in ("forward_backward", "forward_backward in JSON"):
-        await SpanRecorder().timed("s:train:0", name, work)()
+        await SpanRecorder().timed("s:train:0", name, "me", work)()
 
     assert counted() == before + 2
+
+
+async def test_the_waits_of_an_owner_are_counted_apart() -> None:
+    def counted(name: str, owner: str) -> float:
+        return REGISTRY.get_sample_value(f"tinkercloud_owner_{name}_total", {"owner": owner}) or 0
+
+    async def work() -> None: ...
+
+    times = iter([1.0, 4.0, 5.0, 6.0, 6.0, 7.0])
+    recorder = SpanRecorder(lambda: next(times))
+    for owner in ("waits", "does not"):
+        await recorder.timed("s:train:0", "optim_step", owner, work)()
+
+    assert (counted("wait_seconds", "waits"), counted("requests", "waits")) == (3, 1)
+    assert (counted("wait_seconds", "does not"), counted("requests", "does not")) == (0, 1)

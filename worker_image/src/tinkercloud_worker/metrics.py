@@ -24,6 +24,14 @@ REQUEST_SECONDS = Histogram(
     ["request"],
     buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
+OWNER_WAIT_SECONDS = Counter(
+    "tinkercloud_owner_wait_seconds",
+    "Time that requests of an owner waited for their turn, in seconds",
+    ["owner"],
+)
+OWNER_REQUESTS = Counter(
+    "tinkercloud_owner_requests", "Number of requests of an owner that had their turn", ["owner"]
+)
 FIRST_TOKEN_SECONDS = Histogram(
     "tinkercloud_first_token_seconds",
     "Time to the first token of a chat or completion request, in seconds; own sampler only",

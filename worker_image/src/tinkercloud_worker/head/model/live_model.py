@@ -102,7 +102,8 @@ class LiveModel:
             return refusal(received.content, role_of_unread(received.path))
         operation = self.operation(received.content, RequestSource(received.path, received.body))
         name = received.path.rpartition("/")[2]
-        return replace(operation, run=self.spans.timed(str(self.model_id), name, operation.run))
+        timed = self.spans.timed(str(self.model_id), name, self.spec.owner, operation.run)
+        return replace(operation, run=timed)
 
     def creation(self, refused: WireError | None) -> Operation:
         """Return the operation that creates the model, or fails if the model was refused."""

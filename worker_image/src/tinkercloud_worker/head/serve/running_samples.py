@@ -120,7 +120,7 @@ class RunningSamples:
                     str(request_id), future_responses.failed("the request was cancelled", "user")
                 )
 
-        timed = self._backend.spans.timed(str(session_id), "sample", work)
+        timed = self._backend.spans.timed(str(session_id), "sample", owner, work)
         task = asyncio.create_task(self._resolve(str(request_id), timed))
         task.add_done_callback(report_cancellation)
         self._samples[str(request_id)] = Sample(request, owner, prepared.size, task)

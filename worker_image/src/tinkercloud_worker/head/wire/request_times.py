@@ -9,7 +9,12 @@ import structlog
 
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import request_ids
-from tinkercloud_worker.metrics import REQUEST_SECONDS, REQUEST_WAIT_SECONDS
+from tinkercloud_worker.metrics import (
+    OWNER_REQUESTS,
+    OWNER_WAIT_SECONDS,
+    REQUEST_SECONDS,
+    REQUEST_WAIT_SECONDS,
+)
 
 T = TypeVar("T")
 
@@ -38,13 +43,14 @@ class SpanRecorder:
         self._num_spans = 0
 
     def timed(
-        self, target: str, name: str, work: Callable[[], Awaitable[T]]
+        self, target: str, name: str, owner: str, work: Callable[[], Awaitable[T]]
     ) -> Callable[[], Awaitable[T]]:
         """Return work that records a span when it has run.
 
         Args:
             target: the model or sampling session of a request that has just been accepted.
             name: what was requested.
+            owner: who requested it.
             work: executes it when it is its turn.
         """
         accepted = self._clock()
@@ -52,6 +58,9 @@ class SpanRecorder:
 
         async def run() -> T:
             started = self._clock()
+            # The clock may be set back.
+            OWNER_WAIT_SECONDS.labels(owner).inc(max(started - accepted, 0.0))
+            OWNER_REQUESTS.labels(owner).inc()
             try:
                 return await work()
             finally:
