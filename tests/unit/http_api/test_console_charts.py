@@ -1,4 +1,4 @@
-"""Charts of the console: every curve is drawn within its frame, whatever its numbers are."""
+"""The console draws each curve inside its chart, for any finite numbers."""
 
 import sys
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""The curve of a run has a bounded number of points, whatever is added, and repeats exactly."""
+"""Downsampled curves have a bounded number of points and are deterministic."""
 
 import math
 from datetime import UTC, datetime

@@ -1,4 +1,4 @@
-"""The curve of a run is the same whatever happens to its heads."""
+"""The curve of a run survives crashes and suspensions of its heads unchanged."""
 
 import math
 from pathlib import Path

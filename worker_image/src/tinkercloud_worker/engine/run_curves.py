@@ -119,7 +119,7 @@ class RunCurve:
 
 
 class Curves:
-    """The curves of a head's models, and of those that left it last. Belongs to one event loop."""
+    """The curves of live models and of recently removed ones. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._here: dict[str, RunCurve] = {}

@@ -5,9 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from sqlalchemy import Table as SqlTable
 from sqlalchemy import or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.runs import run_ends
@@ -37,10 +35,7 @@ class RunQuotas(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        table = TenantTurn.__table__
-        assert isinstance(table, SqlTable)  # noqa: S101 - of a mapped class
-        self._ensure_turn = insert(table).on_conflict_do_nothing()
+        self._ensure_turn = self._insert_into(TenantTurn).on_conflict_do_nothing()
 
     async def admit(
         self, run_id: str, tenants: Sequence[Tenant], since: datetime

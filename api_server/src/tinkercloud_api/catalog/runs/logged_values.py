@@ -10,7 +10,6 @@ from typing import cast
 
 from sqlalchemy import Table as SqlTable
 from sqlalchemy import delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Statements
@@ -30,8 +29,7 @@ class LoggedValues(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        add = insert(_TABLE)
+        add = self._insert_into(LoggedValue)
         self._add = add.on_conflict_do_update(
             index_elements=list(_TABLE.primary_key),
             set_={"value": add.excluded["value"], "at": add.excluded["at"]},

@@ -9,7 +9,6 @@ from typing import cast
 
 from sqlalchemy import Table as SqlTable
 from sqlalchemy import delete, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
@@ -28,8 +27,7 @@ class RunPoints(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        add = insert(_TABLE)
+        add = self._insert_into(RunPoint)
         self._add = add.on_conflict_do_update(
             index_elements=list(_TABLE.primary_key),
             set_={name: add.excluded[name] for name in _VALUES},

@@ -1,15 +1,9 @@
 """Numbers of the clients of a sampling session: the one that created it has number 0."""
 
-from typing import cast
-
-from sqlalchemy import Table as SqlTable
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import SamplerClientCount as Row
-
-_TABLE = cast("SqlTable", Row.__table__)
 
 
 class SamplerClients(Statements):
@@ -18,8 +12,7 @@ class SamplerClients(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Count clients in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        first = insert(_TABLE)
+        first = self._insert_into(Row)
         self._next = first.on_conflict_do_update(
             index_elements=[Row.sampler_id], set_={"joined": Row.joined + 1}
         ).returning(Row.joined)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import structlog
 from sqlalchemy import CursorResult, Delete, Select, Update, func, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
 
@@ -37,6 +38,11 @@ class Statements:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._sessions = async_sessionmaker(engine, expire_on_commit=False)
+
+    def _insert_into(self, table: type[Table]) -> postgresql.Insert | sqlite.Insert:
+        """Return an INSERT that can say what happens on a conflict: no part of the SQL standard."""
+        insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
+        return insert(table)
 
     async def close(self) -> None:
         """Close all connections."""

@@ -5,11 +5,8 @@ A checkpoint that was deleted in a month still counts for the days before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
-from sqlalchemy import Table as SqlTable
 from sqlalchemy import func, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
@@ -33,8 +30,7 @@ class StoredDays(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Open the measurements in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        self._ensure = insert(cast("SqlTable", StoredDay.__table__)).on_conflict_do_nothing()
+        self._ensure = self._insert_into(StoredDay).on_conflict_do_nothing()
         self._measured = -1
 
     async def measure(self, day: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 from sqlalchemy import ColumnElement, bindparam, func, select, tuple_, update
 from sqlalchemy import Table as SqlTable
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Page, Statements
@@ -77,8 +76,7 @@ class UsageLedger(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create a ledger in a catalog's database."""
         super().__init__(engine)
-        insert = postgresql.insert if engine.dialect.name == "postgresql" else sqlite.insert
-        self._ensure = insert(_TABLE).on_conflict_do_nothing()
+        self._ensure = self._insert_into(UsageHour).on_conflict_do_nothing()
 
     async def record(self, report: UsageReport) -> None:
         """Record a report. It may be repeated, and late.
