@@ -165,7 +165,9 @@ def main() -> None:
     client = tinker.ServiceClient()
     check_model(client, options.model)
     pig = PigLatin(client, options.model)
-    console.print(f"Watch it learn: {local_server.console_link(pig.training.model_id)}")
+    if link := local_server.console_link(pig.training.model_id):
+        # A link with a line break inside is of no use.
+        console.print(f"Watch it learn: {link}", soft_wrap=True)
     supervised(pig)
     policy = PolicyGradient(client, options.model)
     policy_gradient(policy)
