@@ -1,6 +1,6 @@
 """What a head keeps in memory of owners who have finished.
 
-    python -m benchmarks.owners_memory [--owners 6] [--minutes 22] [--model FOLDER]
+    PYTHONPATH=tests/support python -m benchmarks.owners_memory [--owners 6] [--minutes 22] [--tiny]
 
 Owners create runs of different ranks one after the other, train them with texts of different
 lengths, save and sample, and unload them. The memory of the idle head is read before the first

@@ -285,7 +285,6 @@ def test_a_family_it_does_not_know_is_rejected(alone: timedelta, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"rope": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type.*'dynamic'"),
         ({"rope": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"bias": True}, r"o_proj\.bias"),
         ({"activation": "gelu"}, "hidden_act.*gelu"),

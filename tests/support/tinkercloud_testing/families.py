@@ -91,7 +91,7 @@ _LONGROPE: dict[str, Any] = {
         "factor": 6.4,
     },
 }
-_DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+_LINEAR: dict[str, Any] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 
 def _made(name: str, config: str, **changes: Any) -> PreTrainedModel:
@@ -113,7 +113,7 @@ def _family(prefix: str, *, text: str = "", **changes: Any) -> Callable[[], PreT
 
 SLOTTED: dict[str, Callable[[], PreTrainedModel]] = {
     "grouped queries": _family("Llama"),
-    "dynamic positions": _family("Llama", rope_parameters=_DYNAMIC),
+    "scaled positions": _family("Llama", rope_parameters=_LINEAR),
     "window everywhere": _family("Mistral", sliding_window=WINDOW),
     "windows in masks only": _family("Qwen2Moe", use_sliding_window=True, **_SLIDING, **_SPARSE),
     "window of one size in masks": _family("Phimoe", sliding_window=WINDOW, **_EXPERTS),

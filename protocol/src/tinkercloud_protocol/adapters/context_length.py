@@ -3,8 +3,8 @@
 Model cards extend a model by a factor in `rope_scaling` and leave `max_position_embeddings` as it
 was. vLLM and SGLang then derive the longer context; so does this. Other types, such as `llama3` and
 `longrope`, state the extended length in `max_position_embeddings`, and so do Gemma 3 and others
-that scale some layers only. With `dynamic`, positions beyond the original length would differ for
-each length of a sequence, so that cached keys become wrong: it stays at the original length.
+that scale some layers only. Models with `dynamic` are not loaded: their positions differ for each
+length of a sequence.
 """
 
 from collections.abc import Mapping

@@ -15,8 +15,13 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.models import save
 from tinkercloud_testing.vision import an_example
 from tinkercloud_worker.engine.batch import Batch
-from tinkercloud_worker.model.architecture import max_context_length, read_config
+from tinkercloud_worker.model.architecture import (
+    UnsupportedModelError,
+    max_context_length,
+    read_config,
+)
 from tinkercloud_worker.model.base_model import TorchBaseModel
+from tinkercloud_worker.model.loading import load_pretrained
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -130,6 +135,31 @@ def test_long_positions_have_the_numbers_of_transformers(
             logits = a_model(**rope)(input_ids=ids).logits[0]
         chosen = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(example.targets))[:, 0]
         np.testing.assert_allclose(ours, chosen.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ],
+)
+def test_a_model_whose_positions_depend_on_the_length_is_refused_with_a_remedy(
+    scaling: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save(a_model(rope_type="default"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | scaling))
+
+    with pytest.raises(UnsupportedModelError, match=r"factor 2\.0.*remove rope_scaling.*16 tokens"):
+        load_pretrained(str(folder), torch.float32)
+
+
+def test_a_dynamic_factor_of_one_changes_no_position(tmp_path: Path) -> None:
+    folder = save(a_model(rope_type="dynamic", factor=1.0), tmp_path / "model")
+
+    assert max_context_length(read_config(str(folder))) == 16
 
 
 def test_an_older_file_with_rope_scaling_is_read_like_a_new_one(tmp_path: Path) -> None:

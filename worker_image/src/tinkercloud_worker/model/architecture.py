@@ -108,13 +108,35 @@ def read_config(path: str) -> Any:  # noqa: ANN401 - transformers' configuration
     """Return the configuration of a model in a local folder.
 
     Raises:
-        UnsupportedModelError: the folder does not exist, or transformers does not know the model.
+        UnsupportedModelError: the folder does not exist, transformers does not know the model, or
+            its positions change with the length of a sequence.
     """
     check_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, TypeError, KeyError, StrictDataclassError) as error:
         raise UnsupportedModelError(_why_unread(Path(path) / "config.json", error)) from error
+    _check_positions(config)
+    return config
+
+
+def _check_positions(config: Any) -> None:  # noqa: ANN401 - transformers' configurations have no common type
+    for rope in _rotary_kinds(config):
+        if rope.get("rope_type") == "dynamic" and rope.get("factor") != 1:
+            raise UnsupportedModelError(
+                f"rope_type 'dynamic' with factor {rope.get('factor')} in config.json is not"
+                " supported: all positions of a sequence change with its length, and inference"
+                " engines compute others than transformers; remove rope_scaling (or set rope_type"
+                " of rope_parameters to 'default') to serve the"
+                f" {max_context_length(config)} tokens of max_position_embeddings, or use 'yarn'"
+                " or 'linear' if the model was trained with it"
+            )
+
+
+def _rotary_kinds(config: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - transformers' configurations have no common type
+    """Return the rotary parameters of all layers, or those of each kind of layer."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
 
 
 def _why_unread(file: Path, error: Exception) -> str:
@@ -307,15 +329,11 @@ def max_context_length(config: Any) -> int:  # noqa: ANN401 - transformers' conf
 def rotary_switch(config: Any) -> int | None:  # noqa: ANN401 - transformers' configurations have no common type
     """Return the length above which all rotary positions of a sequence change.
 
-    `longrope` has such a length; `dynamic` positions only change beyond the maximum context length.
-    None: positions are the same for all sequences.
+    `longrope` has such a length. None: positions are the same for all sequences.
     """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    # Either for all layers, or for each kind of layer.
-    kinds = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     switches = [
         int(each["original_max_position_embeddings"])
-        for each in kinds
+        for each in _rotary_kinds(config)
         if each.get("rope_type") == "longrope"
     ]
     switch = min(switches, default=max_context_length(config))
