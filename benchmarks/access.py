@@ -54,7 +54,7 @@ async def _compared(database: str, state: Path, url: str | None) -> list[Measure
     key = new_key()
     settings = Settings(state_dir=state, database_url=url, bootstrap_key=SecretStr(key))
     measured = []
-    async with _started(Application(settings, OneHead())) as app:
+    async with started(Application(settings, OneHead())) as app:
         assert app.context is not None
         authenticator = app.context.authenticator
         reading = authenticator._versions
@@ -87,7 +87,7 @@ async def _compared(database: str, state: Path, url: str | None) -> list[Measure
 
 
 @asynccontextmanager
-async def _started(app: Application) -> AsyncIterator[Application]:
+async def started(app: Application) -> AsyncIterator[Application]:
     lifespan = LifespanOn(uvicorn.Config(app, log_config=None))
     await lifespan.startup()
     yield app

@@ -4,8 +4,6 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
-from importlib import import_module
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,20 +18,12 @@ from tinkercloud_worker.metrics import Way
 
 pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).parents[3]
 URL = "http://an-engine-of-these-tests"
 CLOSE = 1e-6
 FAR = 0.2
 NOT_A_NUMBER = math.nan
 
 Modules = Callable[[str], ModuleType]
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Modules:
-    """Make `benchmarks` importable, which is not an installed package."""
-    monkeypatch.syspath_prepend(ROOT)
-    return lambda name: import_module(f"benchmarks.{name}")
 
 
 @pytest.mark.parametrize(

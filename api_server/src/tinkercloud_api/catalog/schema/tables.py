@@ -18,6 +18,7 @@ from sqlalchemy import (
     String,
     TypeDecorator,
     select,
+    text,
 )
 from sqlalchemy import DateTime as SqlDateTime
 from sqlalchemy.engine import Dialect
@@ -213,7 +214,18 @@ class TrainingRun(Table):
     """A training run. Its id is the model id."""
 
     __tablename__ = "training_runs"
-    __table_args__ = (Index("training_runs_to_sweep", "is_swept", "deleted_at"),)
+    __table_args__ = (
+        Index("training_runs_to_sweep", "is_swept", "deleted_at"),
+        Index("training_runs_open", "deleted_at", "base_model", "generation"),
+        # The order of the list of runs; it counts them by the last column.
+        Index(
+            "training_runs_newest",
+            text("(deleted_at IS NOT NULL)"),
+            text("last_request_at DESC"),
+            "id",
+            "generation",
+        ),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), index=True)
@@ -268,7 +280,10 @@ class Checkpoint(Table):
     """A pending or existing checkpoint; this table indexes the manifests in the object store."""
 
     __tablename__ = "checkpoints"
-    __table_args__ = (Index("checkpoints_by_owner", "owner", "created_at"),)
+    __table_args__ = (
+        Index("checkpoints_by_owner", "owner", "created_at"),
+        Index("checkpoints_to_index", "is_indexed"),
+    )
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
     kind: Mapped[str] = mapped_column(primary_key=True)

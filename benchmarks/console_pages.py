@@ -1,0 +1,214 @@
+"""How long the pages of the console take with many runs, and which tables they read whole.
+
+    python -m benchmarks.console_pages [--runs 10000] [--points 100]
+
+The catalog is SQLite's, with a tenth of the runs alive. Requests of an admin, who sees all runs, are
+passed to the application without HTTP, one after the other: times are those of the server alone.
+A table is read whole where SQLite's plan of a statement scans it without an index.
+"""
+
+import argparse
+import asyncio
+import json
+import sqlite3
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+from sqlalchemy import Engine, event, insert
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
+
+from benchmarks.access import started
+from tinkercloud_api.access.auth import new_key
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
+from tinkercloud_api.catalog.schema.tables import (
+    RunPoint,
+    Session,
+    Table,
+    TrainingRun,
+    UsageHour,
+)
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_testing.providers import OneHead
+
+OWNERS, RUNS_OF_A_SESSION, ROUNDS = 50, 10, 21
+STEPS = {"loss": [4, 4.9, 1.1, 1.4, 0], "grad_norm": [4, 2.0, 0.4, 0.6, 0]}
+_TOKENS = "trained_tokens", "forward_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--points", type=int, default=100, help="points of each run")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(measure(Path(folder), chosen.runs, chosen.points)), indent=1))
+
+
+async def measure(folder: Path, runs: int, points: int) -> dict[str, Any]:
+    """Return the milliseconds of each page, and the tables that its statements read whole."""
+    file = folder / "catalog.db"
+    await fill(file, runs, points)
+    key = new_key()
+    settings = Settings(state_dir=folder, bootstrap_key=SecretStr(key))
+    pages = {}
+    async with started(Application(settings, OneHead())) as app:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            await log_in(client, key)
+            one, two = run_id(runs - 1), run_id(runs - 2)
+            for path in (
+                "/console/runs",
+                "/console/runs?search=s9",
+                f"/console/runs/{one}",
+                f"/console/compare?run={one}&run={two}",
+                "/console/problems",
+                "/console/usage",
+            ):
+                pages[path] = await page(client, path, file)
+    return {"runs": runs, "points": runs * points, "pages": pages}
+
+
+async def log_in(client: httpx.AsyncClient, key: str) -> None:
+    """Open a session of the console with a key."""
+    answer = await client.post(
+        "/console/login", data={"key": key}, headers={"Origin": "http://t", "Host": "t"}
+    )
+    assert answer.status_code == 303, answer.text
+
+
+async def page(client: httpx.AsyncClient, path: str, file: Path) -> dict[str, Any]:
+    """Measure one page."""
+    with Statements() as statements:
+        await loaded(client, path)
+    seconds = [await loaded(client, path) for _ in range(ROUNDS)]
+    return {
+        "median_ms": round(1e3 * statistics.median(seconds), 1),
+        "p95_ms": round(1e3 * statistics.quantiles(seconds, n=20)[-1], 1),
+        "statements": len(statements.seen),
+        "tables_read_whole": sorted(set(scanned(file, statements.seen))),
+    }
+
+
+async def loaded(client: httpx.AsyncClient, path: str) -> float:
+    """Load a page, and return the seconds that it took."""
+    start = time.perf_counter()
+    answer = await client.get(path)
+    assert answer.status_code == 200, answer.text
+    return time.perf_counter() - start
+
+
+class Statements:
+    """The statements of a while, with their parameters."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Any]] = []
+
+    def __enter__(self) -> "Statements":
+        event.listen(Engine, "before_cursor_execute", self._add)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        event.remove(Engine, "before_cursor_execute", self._add)
+
+    def _add(self, _db: Any, _cursor: Any, statement: str, parameters: Any, *_: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
+        if statement.startswith(("SELECT", "WITH")):
+            self.seen.append((statement, parameters))
+
+
+def scanned(file: Path, statements: Iterable[tuple[str, Any]]) -> Iterable[str]:
+    """Yield the tables that statements read whole, without an index."""
+    with closing(sqlite3.connect(file)) as db:
+        for statement, parameters in statements:
+            for *_, step in db.execute(f"EXPLAIN QUERY PLAN {statement}", parameters):
+                words = step.split()
+                if (
+                    words[0] == "SCAN"
+                    and "INDEX" not in words
+                    and words[1] in Table.metadata.tables
+                ):
+                    yield words[1]
+
+
+def run_id(number: int) -> str:
+    return f"s{number // RUNS_OF_A_SESSION}:train:{number % RUNS_OF_A_SESSION}"
+
+
+async def fill(file: Path, runs: int, points: int) -> None:
+    """Create a catalog with so many runs."""
+    engine = open_database(f"sqlite+aiosqlite:///{file}")
+    await migrate(engine)
+    now = datetime.now(UTC)
+    rows: list[tuple[Any, Callable[[int], list[dict[str, Any]]]]] = [
+        (Session, lambda number: [] if number % RUNS_OF_A_SESSION else [session(number, now)]),
+        (TrainingRun, lambda number: [run(number, now)]),
+        (UsageHour, lambda number: [usage(number)]),
+        (RunPoint, lambda number: [point(number, each, now) for each in range(points)]),
+    ]
+    async with engine.begin() as db:
+        for table, made in rows:
+            for start in range(0, runs, 100):
+                some = [
+                    row for number in range(start, min(start + 100, runs)) for row in made(number)
+                ]
+                await db.execute(insert(table), some)
+    await engine.dispose()
+
+
+def session(number: int, now: datetime) -> dict[str, Any]:
+    names = {"id": run_id(number).partition(":")[0], "owner": owner(number), "sdk_version": "1"}
+    times = {"created_at": now, "last_heartbeat_at": now}
+    return {**names, **times, "tags": [], "user_metadata": {}}
+
+
+def owner(number: int) -> str:
+    return f"owner-{number // RUNS_OF_A_SESSION % OWNERS}"
+
+
+def run(number: int, now: datetime) -> dict[str, Any]:
+    names = {"id": run_id(number), "session_id": run_id(number).partition(":")[0]}
+    spec = {"owner": owner(number), "lora": {"rank": 8}}
+    return {
+        **names,
+        "owner": owner(number),
+        "base_model": "tiny/llama",
+        "spec": spec,
+        "created_at": now,
+        "last_request_at": now - timedelta(seconds=number),
+        "generation": "g",
+        "deleted_at": now if number % 10 else None,
+        "is_swept": True,
+    }
+
+
+def usage(number: int) -> dict[str, Any]:
+    names = {"model_id": run_id(number), "session_id": run_id(number).partition(":")[0]}
+    amounts = {"hour": 490_000 + number % 500, "engine_seconds": 1.0} | dict.fromkeys(_TOKENS, 9)
+    common = {"generation": "g", "owner": owner(number), "base_model": "tiny/llama"}
+    return {**names, **amounts, **common}
+
+
+def point(number: int, each: int, now: datetime) -> dict[str, Any]:
+    return {
+        "run_id": run_id(number),
+        "stride": 4,
+        "number": each,
+        "steps": 4,
+        "step": 4 * each + 4,
+        "at": now,
+        "metrics": STEPS,
+    }
+
+
+if __name__ == "__main__":
+    main()
