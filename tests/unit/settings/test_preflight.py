@@ -123,7 +123,16 @@ def test_a_folder_needs_weights_only_where_a_head_computes(tmp_path: Path) -> No
         check(elsewhere, empty)
 
 
-@pytest.mark.parametrize(("content", "message"), [("{", "is damaged"), ("[]", "is no JSON object")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is damaged"),
+        ("[" * 100_000, "is damaged"),
+        ("[]", "is no JSON object"),
+        ('{"text_config": 5}', "has a text_config that is no object"),
+        ('{"architectures": 5}', "has architectures that are no list"),
+    ],
+)
 def test_a_damaged_configuration_is_named(folder: Path, content: str, message: str) -> None:
     (folder / "config.json").write_text(content)
 

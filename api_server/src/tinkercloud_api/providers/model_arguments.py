@@ -86,17 +86,25 @@ def resolve(name: str, where: str) -> ServedModel:
         )
     try:
         content = json.loads(config.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelNotFoundError(
             f"model {name!r}: {config} is damaged ({error}); download the model again"
         ) from None
     if not isinstance(content, dict):
         raise ModelNotFoundError(f"model {name!r}: {config} is no JSON object; download it again")
-    text = content.get("text_config") or content
+    text, classes = content.get("text_config") or {}, content.get("architectures") or []
+    for is_valid, wrong in (
+        (isinstance(text, dict), "a text_config that is no object"),
+        (isinstance(classes, list), "architectures that are no list"),
+    ):
+        if not is_valid:
+            raise ModelNotFoundError(
+                f"model {name!r}: {config} has {wrong}; download the model again"
+            )
     return ServedModel(
         name=name,
         max_context_length=context_length({**content, **text}),
-        architecture=next(iter(content.get("architectures") or []), None),
+        architecture=next(map(str, classes), None),
         local_path=str(folder.absolute()),
         reads_images=reads_images(folder),
     )
