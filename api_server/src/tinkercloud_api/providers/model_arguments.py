@@ -4,6 +4,7 @@ import json
 from collections.abc import Container, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -75,23 +76,7 @@ def resolve(name: str, where: str) -> ServedModel:
                 f" --model {name}=/path/to/model"
             ) from None
     config = folder / "config.json"
-    if not config.is_file() and (packed := sorted(folder.glob("*.gguf"))):
-        raise ModelNotFoundError(
-            f"model {name!r}: {folder} has a GGUF file only; convert it with python -m"
-            f" tinkercloud_worker.convert_gguf {packed[0]} FOLDER, and pass that folder"
-        )
-    if not config.is_file():
-        raise ModelNotFoundError(
-            f"model {name!r}: {folder} has no config.json; pass a folder in Hugging Face format"
-        )
-    try:
-        content = json.loads(config.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ModelNotFoundError(
-            f"model {name!r}: {config} is damaged ({error}); download the model again"
-        ) from None
-    if not isinstance(content, dict):
-        raise ModelNotFoundError(f"model {name!r}: {config} is no JSON object; download it again")
+    content = _read(name, config)
     text, classes = content.get("text_config") or {}, content.get("architectures") or []
     for is_valid, wrong in (
         (isinstance(text, dict), "a text_config that is no object"),
@@ -108,6 +93,28 @@ def resolve(name: str, where: str) -> ServedModel:
         local_path=str(folder.absolute()),
         reads_images=reads_images(folder),
     )
+
+
+def _read(name: str, config: Path) -> dict[str, Any]:
+    if not config.is_file() and (packed := sorted(config.parent.glob("*.gguf"))):
+        raise ModelNotFoundError(
+            f"model {name!r}: {config.parent} has a GGUF file only; convert it with python -m"
+            f" tinkercloud_worker.convert_gguf {packed[0]} FOLDER, and pass that folder"
+        )
+    if not config.is_file():
+        raise ModelNotFoundError(
+            f"model {name!r}: {config.parent} has no config.json; pass a folder in Hugging Face"
+            " format"
+        )
+    try:
+        content = json.loads(config.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelNotFoundError(
+            f"model {name!r}: {config} is damaged ({error}); download the model again"
+        ) from None
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"model {name!r}: {config} is no JSON object; download it again")
+    return content
 
 
 def cached(model_id: str) -> Path:
