@@ -3,7 +3,7 @@
     PYTHONPATH=tests/support python -m benchmarks.owners_memory [--owners 6] [--minutes 22] [--tiny]
 
 Owners create runs of different ranks one after the other, train them with texts of different
-lengths, save and sample, unload them and close their client. The memory of the idle head is read before the first
+lengths, save and sample, and finish their session, as the SDK does. The memory of the idle head is read before the first
 run, after three minutes, in which it has loaded everything that it needs, and at the end.
 """
 
@@ -26,9 +26,7 @@ from tinkercloud_testing.servers import Server, a_server
 
 MODEL = "benchmark/model"
 WARM_MINUTES = 3
-SILENCE_SECONDS = 30
-"""After so much silence of its client, a session ends, and with it what it can sample from."""
-IDLE_SECONDS = 120
+IDLE_SECONDS = 90
 MIB = 1 << 20
 
 
@@ -40,8 +38,7 @@ def main() -> None:
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = save(tiny_llama(), Path(scratch) / "model") if chosen.tiny else smollm2()
-        settings = {"TINKERCLOUD_SESSION_SILENCE_SECONDS": str(SILENCE_SECONDS)}
-        with a_server(Path(scratch) / "state", {MODEL: folder}, settings) as server:
+        with a_server(Path(scratch) / "state", {MODEL: folder}) as server:
             keys = [server.new_key(f"owner {index}") for index in range(chosen.owners)]
             before = idle_memory(server)
             work_for(server, keys, WARM_MINUTES)
@@ -72,17 +69,16 @@ def work(server: Server, index: int, key: str, until: float) -> int:
 
 
 def one_run(server: Server, key: str, chance: random.Random) -> None:
-    service = server.client(key)
-    training = service.create_lora_training_client(MODEL, rank=chance.choice([4, 8, 16])).result()
-    for _ in range(5):
-        training.forward_backward(texts(chance), "cross_entropy").result()
-        training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
-    sampler = training.save_weights_and_get_sampling_client().result()
-    prompt = types.ModelInput.from_ints(tokens(chance, 64))
-    sampler.sample(prompt, 4, types.SamplingParams(max_tokens=32, seed=1)).result()
-    training.save_state("last").result()
-    server.post("unload_model", {"model_id": training.model_id}, key=key)
-    server.clients.end(service)
+    with server.client(key) as service:
+        rank = chance.choice([4, 8, 16])
+        training = service.create_lora_training_client(MODEL, rank=rank).result()
+        for _ in range(5):
+            training.forward_backward(texts(chance), "cross_entropy").result()
+            training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+        sampler = training.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints(tokens(chance, 64))
+        sampler.sample(prompt, 4, types.SamplingParams(max_tokens=32, seed=1)).result()
+        training.save_state("last").result()
 
 
 def texts(chance: random.Random) -> list[types.Datum]:

@@ -23,15 +23,10 @@ class SdkClients:
 
     def close(self) -> None:
         """Close all clients."""
-        while self.made:
-            self.end(self.made[-1])
-
-    def end(self, client: tinker.ServiceClient) -> None:
-        """Close a client, whose session the server ends after some silence."""
-        self.made.remove(client)
-        # The public property would create a session for a closed client.
-        if (holder := client._session_holder) is not None:
-            holder.close()
+        for client in self.made:
+            # The public property would create a session for a closed client.
+            if (holder := client._session_holder) is not None:
+                holder.close()
 
 
 def sampling_session_of(client: tinker.SamplingClient) -> str:
