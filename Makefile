@@ -43,9 +43,10 @@ help: ## list these targets
 install: .venv/.installed ## install everything except CUDA libraries that CPU wheels do not need
 
 .venv/.installed: tools/install.sh $(PYTHON_FILES)
-	@echo "Installing (the first time: torch, some gigabytes) ..." >&2
+	@echo "The first installation loads torch, some gigabytes" >&2
 	@tools/install.sh --all-groups
 	@touch $@
+	@echo "Installed" >&2
 
 $(MODEL_FOLDER): | .venv/.installed
 	@echo "Converting the model, once ..." >&2
@@ -64,8 +65,8 @@ test-tools: packages $(MODEL_FOLDER)
 	@PYTHONPATH=tests/support $(BIN)/python tools/compatibility/install.py $(TESTED_SDKS) >/dev/null
 
 test: test-tools ## run all tests that need neither a cluster nor several ranks
-	@$(PYTEST) tests/house tests/unit
-	@$(PYTEST) tests/chaos tests/conformance tests/fuzz
+	@$(PYTEST) --durations=10 tests/house tests/unit
+	@$(PYTEST) --durations=10 tests/chaos tests/conformance tests/fuzz
 
 test-fast: .venv/.installed ## run the house rules and the unit tests of what has changed since BASE (main)
 	@$(BIN)/python tools/changed_tests.py $(BASE) | xargs $(PYTEST) --durations=10 tests/house
@@ -205,12 +206,18 @@ test-recipes: .venv/.installed ## run two steps of each kind of training program
 clean: ## remove the environment and the state of `make run`
 	rm -rf .venv .uv .run
 
-.PHONY: docs-site diagrams
+.PHONY: docs-site diagrams test-browser console-pictures
 MKDOCS_PACKAGES := mkdocs-material==9.8.2 pymdown-extensions==13.1.2 markdown==3.11.3
 
 docs-site: .venv/.installed ## build the documentation as a website into build/site; broken links fail
 	@NO_MKDOCS_2_WARNING=1 .uv/bin/uv tool run --quiet --from mkdocs==1.6.1 $(MKDOCS_PACKAGES:%=--with %) \
 	  mkdocs build --strict
+
+test-browser: .venv/.installed ## look at all pages of the console with Chromium (the package chromium of Debian)
+	@$(BIN)/pytest tests/browser
+
+console-pictures: .venv/.installed $(MODEL_FOLDER) ## draw the pictures of docs/use/console.md with Chromium
+	@TINKERCLOUD_TEST_PICTURES=1 $(BIN)/pytest tests/browser/test_pictures.py
 
 diagrams: ## draw the pictures of docs/images (needs Graphviz)
 	@for file in docs/images/*.dot; do dot -Tsvg $$file -o $${file%.dot}.svg; done

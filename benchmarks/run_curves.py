@@ -1,7 +1,7 @@
 """What the curve of a run adds to a step: `python -m benchmarks run_curves`.
 
 Each step is counted, and reported alone, as one JSON line; in a head, steps of the same second
-share a report. The step beside it is that of a bare trainer, without HTTP.
+share a report. The step that it is compared with is that of a bare trainer, without HTTP.
 """
 
 import sys

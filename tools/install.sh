@@ -17,6 +17,7 @@ uv=.uv/bin/uv
 }
 
 if [ ! -x "$uv" ] || [ "$("$uv" --version | cut -d' ' -f2)" != "$UV_VERSION" ]; then
+  echo "Installing uv $UV_VERSION into .uv ..." >&2
   "$python" -m venv .uv
   .uv/bin/python -m pip install --quiet --require-hashes --requirement tools/uv-requirements.txt
 fi
@@ -39,12 +40,13 @@ if [ -z "$wheel" ] && [ -n "${TORCH_INDEX:-}" ]; then
   index=(--index-url "$TORCH_INDEX")
 fi
 options=(--frozen --all-packages --python "$python" --no-python-downloads "$@")
+echo "Installing the packages of uv.lock into .venv, with torch $locked_torch (${wheel:-of PyPI}) ..." >&2
 if [ -z "$wheel" ]; then
-  "$uv" sync --quiet "${options[@]}"
+  "$uv" sync "${options[@]}"
 else
   for package in torch $(sed -n 's/^name = "\(nvidia-.*\|cuda-.*\)"$/\1/p' uv.lock); do
     options+=(--no-install-package "$package")
   done
-  "$uv" sync --quiet --inexact "${options[@]}"
-  "$uv" pip install --quiet --python .venv --no-deps "${index[@]}" "$wheel"
+  "$uv" sync --inexact "${options[@]}"
+  "$uv" pip install --python .venv --no-deps "${index[@]}" "$wheel"
 fi

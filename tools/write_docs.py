@@ -1,6 +1,8 @@
 """Write the pages of docs/ that are derived from code and data; with --check, only compare.
 
 docs/operate/configuration.md   from `Settings` of the API server and of the operator
+docs/operate/custom-resources.md from the definitions in crds/
+docs/understand/suspend-and-resume.md its drawings of states, from the table of transitions
 docs/compatibility.md           from docs/compatibility.json, which `make compatibility` writes
 docs/contribute/evidence.md     from docs/contribute/evidence.yaml
 README.md                       Tinkercloud's column of the comparison, from the same file
@@ -17,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import custom_resources
+import model_states
 import yaml
 from compatibility import page as compatibility
 from pydantic import BaseModel
@@ -279,6 +283,8 @@ def main() -> None:
         README: readme(),
         NOTEBOOK: notebook(),
         compatibility.PAGE: compatibility.text(),
+        custom_resources.PAGE: custom_resources.text(),
+        model_states.PAGE: model_states.text(),
     }
     pages |= {readme: with_folders(readme) for readme in READMES}
     if "--check" in sys.argv:

@@ -25,6 +25,14 @@ def commands(block: str) -> None:
             shlex.split(line.removeprefix("$ ").replace("'{{", "'"), comments=True)
 
 
+def states(block: str) -> None:
+    """Check that a drawing of states has only arrows, which is all that our drawings need."""
+    kind, *arrows = block.splitlines()
+    assert kind == "stateDiagram-v2"
+    for arrow in arrows:
+        assert re.fullmatch(r" +(\w+|\[\*\]) --> (\w+|\[\*\]): [^:;#]+", arrow), arrow
+
+
 PARSERS: dict[str, Callable[[str], object]] = {
     "python": ast.parse,
     "yaml": lambda block: list(yaml.safe_load_all(block)),
@@ -32,6 +40,7 @@ PARSERS: dict[str, Callable[[str], object]] = {
     "toml": tomllib.loads,
     "console": commands,
     "sh": lambda block: None,
+    "mermaid": states,
 }
 """How the blocks of each language are checked. Python of the tutorial also runs in a test."""
 

@@ -19,7 +19,14 @@ CONFIGURATION = (DOCS / "operate" / "configuration.md").read_text()
 GPU_BENCHMARKS = (DOCS / "contribute" / "gpu-benchmarks.md").read_text()
 EVIDENCE = yaml.safe_load((DOCS / "contribute" / "evidence.yaml").read_text())
 LOCK = tomllib.loads((ROOT / "uv.lock").read_text())
-NAVIGATION = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+
+
+class SiteLoader(yaml.SafeLoader):
+    """Reads the settings of the site, in which one value names a function of Python."""
+
+
+SiteLoader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+NAVIGATION = yaml.load((ROOT / "mkdocs.yml").read_text(), SiteLoader)["nav"]  # noqa: S506 - safe
 VERDICTS = (
     "CPU", "H200", "definitions", "unproven", "refused", "not written", "not compared",
     "not tested", "-",

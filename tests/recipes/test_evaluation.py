@@ -87,7 +87,7 @@ def test_both_harnesses_evaluate_the_questions_of_the_page(
 def test_the_curves_are_in_mlflow_and_wandb(
     server: Server, environment: Path, tmp_path: Path
 ) -> None:
-    text = section("Curves in Weights & Biases and MLflow")
+    text = section("Curves in MLflow and wandb")
     [program] = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     (tmp_path / "curves.py").write_text(program)
 

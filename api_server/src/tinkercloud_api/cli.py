@@ -52,6 +52,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+from tinkercloud_api.commands.runs import export_command, top_command
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.version_line import version_line
 
@@ -68,6 +69,8 @@ app.add_typer(backup_commands.app, name="backup")
 app.add_typer(model_commands.app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(run_commands.app, name="runs")
+run_commands.app.command("export")(export_command.export_run)
+app.command("top")(top_command.show_top)
 app.add_typer(program_commands.app, name="programs")
 app.add_typer(checkpoint_commands.app, name="checkpoints")
 app.add_typer(user_commands.app, name="users")
@@ -142,15 +145,16 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
-    from tinkercloud_api.admin.preflight import CannotServeError
-    from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
-    from tinkercloud_api.config import added_models, api_logs, state_folder
-    from tinkercloud_api.providers.model_arguments import ModelNotFoundError
-    from tinkercloud_api.serve import run_server
+    with waiting("loading the server's program"):
+        from tinkercloud_api.admin.preflight import CannotServeError
+        from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
+        from tinkercloud_api.config import added_models, api_logs, state_folder
+        from tinkercloud_api.providers.model_arguments import ModelNotFoundError
+        from tinkercloud_api.serve import run_server
 
     api_logs.configure(settings)
     try:
-        run_server.run(settings)
+        run_server.run(settings, waiting)
     except (
         run_server.PortTakenError,
         state_folder.StateFolderError,

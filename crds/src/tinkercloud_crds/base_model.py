@@ -5,9 +5,9 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
-from tinkercloud_crds.placement import ObjectName, Placement
-from tinkercloud_crds.program_fields import Programs
-from tinkercloud_crds.shapes import (
+from tinkercloud_crds.pods.placement import ObjectName, Placement
+from tinkercloud_crds.pods.program_fields import Programs
+from tinkercloud_crds.pods.shapes import (
     MAX_TOKENS,
     HeadShape,
     Idle,

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tinkercloud_crds.conditions import Conditions
-from tinkercloud_crds.placement import ObjectName
+from tinkercloud_crds.pods.placement import ObjectName
 from tinkercloud_crds.structural import Part
 
 _MAX_COUNT = 1_000_000

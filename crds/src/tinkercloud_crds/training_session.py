@@ -6,9 +6,9 @@ from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.base_model import ModelName, Sharing
 from tinkercloud_crds.conditions import Conditions
-from tinkercloud_crds.placement import ObjectName
-from tinkercloud_crds.program_fields import ProgramField, ProgramStatus
-from tinkercloud_crds.shapes import Idle, Message, Seconds, Text
+from tinkercloud_crds.pods.placement import ObjectName
+from tinkercloud_crds.pods.program_fields import ProgramField, ProgramStatus
+from tinkercloud_crds.pods.shapes import Idle, Message, Seconds, Text
 from tinkercloud_crds.structural import IMMUTABLE, Part, rules
 
 MAX_NAME_LENGTH = 40

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from tinkercloud_crds.shapes import HeadShape
+from tinkercloud_crds.pods.shapes import HeadShape
 
 ENV_PREFIX = "TINKERCLOUD_OPERATOR_"
 

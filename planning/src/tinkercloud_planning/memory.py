@@ -12,7 +12,7 @@ recomputed.
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from tinkercloud_crds.shapes import ADAPTER_SLOTS
+from tinkercloud_crds.pods.shapes import ADAPTER_SLOTS
 from tinkercloud_planning.activations import (
     SEPARATE,
     Kernels,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
-from tinkercloud_crds.shapes import (
+from tinkercloud_crds.pods.shapes import (
     ADAPTER_SLOTS,
     JOURNAL_SHARE,
     JOURNALS_SHARE,

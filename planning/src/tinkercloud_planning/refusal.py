@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tinkercloud_crds.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
+from tinkercloud_crds.pods.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
 from tinkercloud_planning.gpus import GIB, MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_planning.layouts import engine_sizes, layouts, pod_size
 from tinkercloud_planning.memory import GpuMemory, kv_bytes_per_token, sampling

@@ -10,7 +10,7 @@ last resort. docs/operate/planning.md explains the rules.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tinkercloud_crds.shapes import MAX_ENGINES, MAX_REPLICAS, MAX_TOKENS
+from tinkercloud_crds.pods.shapes import MAX_ENGINES, MAX_REPLICAS, MAX_TOKENS
 from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_planning.architecture import Architecture
 from tinkercloud_planning.gpus import Fleet, Gpu

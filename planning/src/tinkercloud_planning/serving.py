@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from tinkercloud_crds.shapes import MAX_TOKENS
+from tinkercloud_crds.pods.shapes import MAX_TOKENS
 from tinkercloud_planning.activations import SEPARATE
 from tinkercloud_planning.gpus import MEMORY_GIB, Gpu, gpu
 from tinkercloud_planning.layouts import Layout

@@ -133,3 +133,7 @@ def test_a_backup_made_while_a_run_trains_is_restored_elsewhere_bit_for_bit(
         assert losses == training.losses[count : count + 3]
         listed = server.rest().list_checkpoints(str(kept.model_id)).result().checkpoints
         assert [each.tinker_path for each in listed] == [checkpoint]
+
+        unknown = server.request("GET", f"/api/v1/runs/{kept.model_id}0")
+        assert unknown.status == 404
+        assert "The catalog was restored from a backup of 20" in unknown.json()["detail"]

@@ -1,66 +1,32 @@
 """The console in a browser without scripts: links, sessions, and what pages show to whom."""
 
-import html
 import json
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from urllib.parse import urlencode, urlsplit
+from pathlib import Path
+from urllib.parse import urlencode
 
-import httpx
 import pytest
 import tinker
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.serve.api_app import Application
+from tinkercloud_testing.console_browser import (
+    SCRIPT,
+    Browser,
+    events,
+    link,
+    read_only_browser,
+    text,
+)
+from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.sdk_steps import step
 from tinkercloud_testing.servers import API_KEY, Server
 from tinkercloud_testing.waiting import wait_until
 
 MODEL = "tiny/llama"
-SCRIPT = '<script>alert("x")</script>\u202e\x07'
-FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
-
-
-class Browser:
-    """Keeps cookies, sends forms and follows no redirects, like a browser of these pages."""
-
-    def __init__(self, server: Server) -> None:
-        self.server = server
-        self.http = httpx.Client(base_url=server.url)
-
-    def get(self, path: str) -> httpx.Response:
-        return self.http.get(path)
-
-    def send(self, path: str, fields: Mapping[str, str]) -> httpx.Response:
-        return self.http.post(path, data=fields)
-
-    def log_in(self, key: str = API_KEY) -> "Browser":
-        """Open a session with the link that the command prints."""
-        path = link(self.server, key)
-        token = path.partition("link=")[2]
-        assert f'name="link" value="{token}"' in self.get(path).text
-        assert self.send("/console/login", {"link": token}).status_code == 303
-        return self
-
-    def form_token(self) -> str:
-        (found,) = FORM_TOKEN.findall(self.get("/console/runs").text)
-        return str(found)
-
-
-def link(server: Server, key: str = API_KEY) -> str:
-    command = ["console", "--base-url", server.url, "--api-key", key, "--json"]
-    printed = CliRunner().invoke(app, command)
-    assert printed.exit_code == 0, printed.output
-    parts = urlsplit(json.loads(printed.stdout)["url"])
-    return f"{parts.path}?{parts.query}"
-
-
-def events(server: Server, since: datetime, words: str, key: str = API_KEY) -> list[str]:
-    """Return the events of the audit log, since a time, whose entries contain some words."""
-    query = urlencode({"since": since.isoformat()})
-    entries = server.request("GET", f"/api/v1/audit?{query}", key=key).json()["entries"]
-    return [each["event"] for each in entries if words in json.dumps(each)]
 
 
 @pytest.fixture
@@ -78,10 +44,6 @@ def training(server: Server) -> tinker.TrainingClient:
     for _ in range(3):
         step(training)
     return training
-
-
-def text(answer: httpx.Response) -> str:
-    return html.unescape(answer.text)
 
 
 def test_without_a_session_every_page_asks_for_a_key(server: Server) -> None:
@@ -158,6 +120,33 @@ def test_the_curve_of_a_run_is_drawn_without_scripts(
     assert browser.get(f"{path}?follow=1").status_code == 400
 
 
+def test_a_page_shows_the_steps_that_it_is_asked_for(
+    browser: Browser, training: tinker.TrainingClient
+) -> None:
+    path = f"/console/runs/{training.model_id}"
+    wait_until(lambda: ">3</text>" in browser.get(path).text, "the third step")
+
+    def rows(query: str) -> list[str]:
+        return re.findall(r'<th scope="row" class="number">(\d+)</th>', browser.get(query).text)
+
+    assert rows(path) == ["1", "2", "3"]
+    assert rows(f"{path}?from=2") == ["2", "3"]
+    assert rows(f"{path}?to=2&follow=5") == ["1", "2"]
+    followed = text(browser.get(f"{path}?from=2&to=3&follow=5"))
+    assert '<a href="?from=2&to=2&follow=5">First half</a>' in followed
+    assert '<a href="?from=2&to=3">Stop</a>' in followed
+    assert ">3</text>" not in browser.get(f"{path}?from=1&to=2").text
+    assert "The run has no point in these steps" in browser.get(f"{path}?from=9").text
+    for query, words in (
+        ("from=3&to=2", "to: got 2, must be at least 3"),
+        ("from=-1", "from: "),
+        ("to=x", "to: "),
+        (f"to={10**30}", "to: "),
+    ):
+        refused = browser.get(f"{path}?{query}")
+        assert (refused.status_code, words in text(refused)) == (400, True), query
+
+
 def test_names_that_are_attacks_are_shown_as_text(
     browser: Browser, training: tinker.TrainingClient
 ) -> None:
@@ -210,6 +199,16 @@ def test_a_form_of_another_session_ends_no_session(server: Server, browser: Brow
     assert other.get("/console/runs").status_code == 200
 
 
+def test_every_form_needs_the_token_of_the_session(browser: Browser, tmp_path: Path) -> None:
+    table = Application(Settings(state_dir=tmp_path), OneHead()).route_table
+    places = {each.path for each in table if each.method == "POST" and "/console/" in each.path}
+
+    for place in places - {"/console/login"}:
+        path = re.sub(r"\{[a-z_:]+\}", "x", place)
+        answer = browser.send(path, {"confirmed": "yes"})
+        assert (answer.status_code, "not of your session" in text(answer)) == (403, True), path
+
+
 def test_sessions_end_everywhere_at_once_and_with_their_key(server: Server) -> None:
     key = server.new_key("wanderer")
     first, second = Browser(server).log_in(key), Browser(server).log_in(key)
@@ -253,18 +252,13 @@ def test_a_run_is_saved_suspended_and_ended_with_forms(server: Server, browser: 
 def test_a_browser_with_a_read_only_key_changes_nothing(
     server: Server, training: tinker.TrainingClient
 ) -> None:
-    command = ("keys", "create", "reader", "--owner", "bootstrap", "--role", "read-only", "--json")
-    key = json.loads(server.command(*command))["key"]
-    browser = Browser(server)
-    assert browser.send("/console/login", {"key": key}).status_code == 303
-    form = {"form_token": browser.form_token()}
+    browser = read_only_browser(server)
 
-    answer = browser.send(f"/console/runs/{training.model_id}/stop", form)
+    answer = browser.submit(f"/console/runs/{training.model_id}/stop")
 
     assert (answer.status_code, "is read-only" in text(answer)) == (403, True)
     assert "<h1>" in answer.text
     assert "Save a checkpoint" not in browser.get(f"/console/runs/{training.model_id}").text
-    assert Browser(server).log_in(key).get("/console/runs").status_code == 200
 
 
 def test_a_stranger_changes_no_run(server: Server, training: tinker.TrainingClient) -> None:

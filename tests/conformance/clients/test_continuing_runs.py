@@ -157,8 +157,18 @@ def test_a_run_whose_client_went_away_continues_to_the_bit(
         lines = printed(server, "attach", client.run, "--yes")
 
     assert f"taken {STEPS} steps: continue with the data of step {STEPS + 1}" in lines
-    assert lines.endswith(f"\nstep = {STEPS}\n")
-    assert losses_of(server, lines) == expected[STEPS:]
+    assert losses_of(server, lines + f"assert step == {STEPS}\n") == expected[STEPS:]
+
+
+def test_the_same_lines_continue_a_run_from_where_it_is_in_each_process_that_runs_them(
+    server: Server, expected: list[float]
+) -> None:
+    with a_client(server) as client:
+        client.leave(signal.SIGKILL)
+        lines = printed(server, "attach", client.run, "--yes")
+
+    assert losses_of(server, lines) == expected[:STEPS]
+    assert losses_of(server, lines + f"assert step == {STEPS}\n") == expected[STEPS:]
 
 
 def test_a_run_of_a_closed_laptop_is_suspended_and_continues_to_the_bit_without_its_old_client(
@@ -335,8 +345,8 @@ def test_a_run_of_another_owner_does_not_exist_and_saves_and_stops_are_audited(
     printed = subprocess.check_output(audit, env=environment(server))
     entries = [json.loads(line) for line in printed.splitlines()]
     of_run = [each for each in entries if client.run in each.get("objects", [])]
-    named = {(each["event"], each["status"], *each["objects"]) for each in of_run}
-    assert ("run_stop", 200, client.run, "ended") in named
+    named = {(each["event"], each["status"], *sorted(each["objects"])) for each in of_run}
+    assert ("run_stop", 200, *sorted([client.run, "ended"])) in named
     assert ("checkpoint_write", 200) in {each[:2] for each in named}
 
 
@@ -355,11 +365,15 @@ def test_the_curve_of_a_run_continues_after_its_head_was_killed(server: Server) 
     assert [values["mean"] for values in shown] == pytest.approx(
         [loss / 4 for loss in losses if loss is not None]
     )
-    printed = runs(server, "curve", client.run).stdout
-    assert all(f"{values['mean']:.5g}" in printed for values in shown)
+    table = runs(server, "curve", client.run).stdout
+    assert all(f"{values['mean']:.5g}" in table for values in shown)
     client.process.kill()
     runs(server, "stop", client.run, "--yes")
     assert len(curve(server, client.run)) == 3
+    listed = json.loads(printed(server, "list", "--json"))
+    assert [(each["state"], each["step"]) for each in listed if each["run_id"] == client.run] == [
+        ("ended", 3)
+    ]
 
 
 def curve(server: Server, run: str) -> list[dict[str, Any]]:

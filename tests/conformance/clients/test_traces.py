@@ -2,7 +2,7 @@
 
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 import tinker
@@ -38,6 +38,11 @@ def test_perfetto_shows_the_wait_and_the_execution_of_each_request(
             " SELECT process_name, name, ts, dur, depth FROM process_slice"
         )
         (all_spans,) = trace.query("SELECT count(*) AS number FROM slice")
+        counters = trace.query(
+            "SELECT track.name, value FROM counter JOIN process_counter_track AS track"
+            " ON counter.track_id = track.id JOIN process USING (upid)"
+            " WHERE process.name = 'all requests' ORDER BY ts"
+        )
 
     model, samples = training.model_id, sampling_session_of(sampler)
     assert faults == []
@@ -57,6 +62,15 @@ def test_perfetto_shows_the_wait_and_the_execution_of_each_request(
     assert sorted((wait["process_name"], wait["ts"] + wait["dur"]) for wait in waits) == sorted(
         (span["process_name"], span["ts"]) for span in executions
     )
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for counter in counters:
+        values[counter["name"]].append(counter["value"])
+    assert {"tokens per second", "latency p50 ms", "latency p95 ms"} <= set(values)
+    assert (values["requests waiting"][-1], values["requests running"][-1]) == (0, 0)
+    assert values["total requests"] == [1, 2, 3, 4, 5, 6, 7, 8]
+    # Each step trains four tokens. Each sample computes two, and its prompt unless that is cached.
+    assert values["total tokens"][:5] == [4, 4, 8, 8, 8]
+    assert 8 + 3 * 2 < values["total tokens"][-1] <= 8 + 3 * 5
     # Overlapping spans are drawn in different rows: none is taken for a part of another.
     assert {span["depth"] for span in spans} == {0}
 

@@ -147,7 +147,7 @@ def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
     assert found["backup_create"]["status"] == "done"
 
 
-def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> None:
+def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server, tmp_path: Path) -> None:
     entries = exported(own_server)
     admin = own_server_admin(own_server)
     call = ("audit", "--api-key", admin, "--base-url", own_server.url)
@@ -163,6 +163,13 @@ def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server) -> Non
     assert own_server.request("GET", "/api/v1/audit?day=9999-12-31", key=admin).status == 200
     assert verified["faults"] == []
     own_server.command("audit", "verify", "--contains", verified["newest"])
+    log = tmp_path / "audit.jsonl"
+    log.write_text(own_server.command("audit", "export"))
+    contained = ("audit", "verify", "--contains", verified["newest"])
+    own_server.command(*contained, str(log))
+    log.write_text(log.read_text().splitlines(keepends=True)[0])
+    with pytest.raises(AssertionError, match="is not in the log, which ends before it"):
+        own_server.command(*contained, str(log))
 
     changed = "UPDATE audit_log SET owner = ? WHERE id = 1"
     with closing(sqlite3.connect(own_server.state_dir / "catalog.db")) as catalog, catalog:

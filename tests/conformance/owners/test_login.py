@@ -9,17 +9,22 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 from joserfc import jwt
 from joserfc.jwk import OctKey
 
+from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
+from tinkercloud_api.access.auth import Authenticator
+from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.catalog.access.audit_log import AuditLog
-from tinkercloud_api.catalog.schema.connection import open_database
+from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.login.login_pages import application
 from tinkercloud_api.login.openid_login import Logins
 from tinkercloud_testing.openid import Provider, a_provider, changed
@@ -38,6 +43,7 @@ USERS: dict[str, dict[str, object]] = {
     "4": {"email": "mal@example.com", "email_verified": False, "groups": ["research"]},
     "5": {"email": "taken", "email_verified": True, "groups": ["research"]},
     "6": {"email": "ann@example.com", "email_verified": True, "groups": ["research"]},
+    "7": {"email": "kim@example.com", "email_verified": True, "groups": ["research", "vision"]},
 }
 
 
@@ -87,7 +93,7 @@ class Browser:
     def __init__(self, server: Server) -> None:
         self.server, self.client = server, httpx.Client()
 
-    def start(self, button: str = "Log in") -> str:
+    def start(self, button: str = "Get an API key") -> str:
         """Click a button, and return the address of the provider's form."""
         page = self.client.get(f"{self.server.url}/login")
         (form,) = [form for form in page.text.split("<form")[1:] if f"<button>{button}" in form]
@@ -104,6 +110,9 @@ class Browser:
 
     def log_in(self, subject: str) -> httpx.Response:
         return self.client.get(self.authenticate(self.start(), subject))
+
+    def open_console(self, subject: str) -> httpx.Response:
+        return self.client.get(self.authenticate(self.start("Open the console"), subject))
 
     def end_keys(self, subject: str) -> httpx.Response:
         return self.client.get(self.authenticate(self.start("End all keys"), subject))
@@ -150,6 +159,49 @@ def test_a_login_shows_a_key_of_its_owner_once(
     assert entries[-1]["event"] == "key_login"
 
 
+def test_a_login_opens_the_console_and_shows_no_key(
+    login_server: Server, browser: Browser, provider: Provider
+) -> None:
+    runs = f"{login_server.url}/console/runs"
+    asked = browser.client.get(runs)
+    assert asked.status_code == 401
+    assert f'<a href="/login">Log in with {urlsplit(provider.issuer).netloc}</a>' in asked.text
+
+    opened = browser.open_console("1")
+
+    assert "tml-" not in opened.text
+    assert opened.headers["refresh"] == "0; url=/console"
+    cookie = opened.headers["set-cookie"].lower()
+    assert {"httponly", "samesite=strict", "path=/console"} <= set(cookie.split(",")[0].split("; "))
+    assert "ann@example.com (user)" in browser.client.get(runs).text
+    key = key_in(browser.log_in("1"))
+    entries = login_server.request("GET", "/api/v1/audit", key=key).json()["entries"]
+    assert [entry["event"] for entry in entries[-3:]] == ["key_login", "console_login", "key_login"]
+
+
+def test_sessions_of_the_console_end_with_the_keys_of_logins_and_their_owner(
+    login_server: Server, browser: Browser
+) -> None:
+    def status() -> int:
+        return browser.client.get(f"{login_server.url}/console/runs").status_code
+
+    browser.open_console("1")
+    login_server.command("users", "disable", "ann@example.com")
+    disabled = status()
+    login_server.command("users", "enable", "ann@example.com")
+    enabled = status()
+    browser.end_keys("1")
+
+    assert (disabled, enabled, status()) == (401, 200, 401)
+
+
+def test_an_account_that_may_not_log_in_opens_no_console(
+    login_server: Server, browser: Browser
+) -> None:
+    assert browser.open_console("3").status_code == 403
+    assert browser.client.get(f"{login_server.url}/console/runs").status_code == 401
+
+
 def test_groups_decide_who_logs_in_and_with_which_role(
     login_server: Server, browser: Browser
 ) -> None:
@@ -159,6 +211,38 @@ def test_groups_decide_who_logs_in_and_with_which_role(
     assert {entry["event_details"]["owner"] for entry in everything} >= {"bob@example.com"}
     assert browser.log_in("3").status_code == 403
     assert browser.log_in("4").status_code == 403
+
+
+def test_a_group_is_a_member_of_projects_with_the_accounts_that_logged_in_with_it(
+    login_server: Server, browser: Browser, provider: Provider
+) -> None:
+    owner = login_server.new_key("lead")
+    project = login_server.new_project("vision", owner)
+    session = {"tags": [], "sdk_version": "0.38.0", "project_id": project}
+    path = f"/api/v1/projects/{project}"
+
+    def add(role: str) -> None:
+        member = f"{path}/members/group:vision"
+        assert login_server.request("PUT", member, {"role": role}, key=owner).status == 200
+
+    def created(key: str) -> int:
+        return login_server.post("create_session", session, key=key).status
+
+    key = key_in(browser.log_in("7"))
+    before = created(key)
+    add("viewer")
+    viewed = login_server.request("GET", path, key=key).json()
+    as_viewer = created(key)
+    add("member")
+    as_member = created(key)
+    provider.falsify = changed(groups=["research"])
+    browser.log_in("7")
+
+    assert (before, as_viewer, as_member) == (404, 403, 200)
+    assert viewed["role"] == "viewer"
+    assert {"owner": "group:vision", "role": "viewer"} in viewed["members"]
+    # The rights of all keys follow the last login.
+    assert created(key) == 404
 
 
 def test_an_account_never_gets_the_name_of_another_owner(
@@ -235,9 +319,9 @@ def test_an_answer_to_a_login_is_not_one_to_a_logout(
     key = key_in(browser.log_in("1"))
     callback = browser.authenticate(browser.start(), "1")
 
-    page = browser.client.get(callback.replace("state=", "state=logout."))
-
-    assert page.status_code == 400
+    for purpose in ("logout.", "console.", ""):
+        page = browser.client.get(callback.replace("state=key.", f"state={purpose}"))
+        assert page.status_code == 400
     assert login_server.request("GET", "/api/v1/sessions", key=key).status == 200
 
 
@@ -360,9 +444,10 @@ def test_another_site_can_start_neither_a_login_nor_a_logout(login_server: Serve
     url, cross = f"{login_server.url}/login", {"Sec-Fetch-Site": "cross-site"}
 
     assert httpx.post(url, headers=cross).status_code == 403
-    assert httpx.post(f"{url}/logout", headers=cross).status_code == 403
-    # A browser that does not say where a request comes from could have been sent by any site.
-    assert httpx.post(f"{url}/logout").status_code == 403
+    for path in ("logout", "console"):
+        assert httpx.post(f"{url}/{path}", headers=cross).status_code == 403
+        # A browser that does not say where a request comes from could have been sent by any site.
+        assert httpx.post(f"{url}/{path}").status_code == 403
     cookie = httpx.post(url).headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie
@@ -372,8 +457,13 @@ async def test_over_https_the_cookie_is_secure_and_of_this_host_only(
     provider: Provider, tmp_path: Path
 ) -> None:
     async with login_pages(tmp_path, provider.issuer) as client:
-        started = await client.post("/login")
+        started = await client.post("/login/console", headers={"Sec-Fetch-Site": "same-origin"})
+        callback = httpx.post(started.headers["location"], data={"sub": "1"}).headers["location"]
+        finished = await client.get(callback)
 
+    of_console = finished.headers["set-cookie"].lower()
+    assert of_console.startswith("tinkercloud-console=")
+    assert {"secure", "httponly", "samesite=strict"} <= set(of_console.split("; "))
     cookie = started.headers["set-cookie"].lower()
     assert cookie.startswith("__host-tinkercloud-login=")
     assert {"secure", "httponly", "samesite=lax", "path=/"} <= set(cookie.split("; "))
@@ -391,8 +481,11 @@ async def login_pages(folder: Path, issuer: str) -> AsyncIterator[httpx.AsyncCli
         allow_all_accounts=True,
     )
     url, engine = "https://tinker.example.com", open_database(f"sqlite+aiosqlite:///{folder}/c")
+    await migrate(engine)
     catalog, auditing = Catalog(engine), Auditing(AuditLog(engine), 1)
-    pages = application(Logins(settings, url, catalog), auditing, "a secret", url)
+    authenticator = Authenticator(catalog, lambda _key: None, AccessTokens(SECRET))
+    browsers = BrowserSessions(ConsoleTokens(engine), authenticator)
+    pages = application(Logins(settings, url, catalog), auditing, browsers, "a secret", url)
     transport = httpx.ASGITransport(app=pages)
     async with httpx.AsyncClient(transport=transport, base_url=url) as client:
         yield client

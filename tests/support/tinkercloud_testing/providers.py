@@ -12,6 +12,7 @@ from tinkercloud_api.providers.base import (
     ServedModel,
 )
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import WireError
 
 
@@ -54,6 +55,9 @@ class OneHead:
         return Pending("active", "no reason")
 
     def state_of(self, _model: ServedModel) -> str | None:
+        return None
+
+    def pool_of(self, _model: ServedModel) -> PoolUse | None:
         return None
 
     def shared_heads(self) -> list[HeadEndpoint]:

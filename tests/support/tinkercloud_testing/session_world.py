@@ -31,7 +31,7 @@ from tinkercloud_operator.decide.session.actions import (
 )
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import (
+from tinkercloud_operator.spec.observed import (
     ChildKey,
     FailedSave,
     Observed,

@@ -14,8 +14,7 @@ from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessi
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_operator.spec.snapshot import (
+from tinkercloud_operator.spec.observed import (
     Answers,
     Children,
     Node,
@@ -27,6 +26,7 @@ from tinkercloud_operator.spec.snapshot import (
     SessionObject,
     SessionPods,
 )
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 
 Json = dict[str, Any]
 

@@ -16,7 +16,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     read_session,
 )
 from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
-from tinkercloud_crds.program_fields import ProgramStatus
+from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_kube.client import ObjectRef
 from tinkercloud_protocol.programs.program_messages import API_KEY, BASE_MODEL, ProgramPhase
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
@@ -101,7 +101,8 @@ class Provider:
 
     def base_model(self, name: str) -> BaseModelView | None:
         spec = a_base_model(programs=self.offer)
-        return BaseModelView("model", spec, is_offered=True) if name == MODEL_NAME else None
+        view = BaseModelView("model", spec, is_offered=True, pool=None)
+        return view if name == MODEL_NAME else None
 
 
 def a_view(name: str = "one", **spec: Any) -> TrainingSessionView:

@@ -12,7 +12,7 @@ from tinkercloud_api.providers.cluster.session_spec import attached_model
 from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
 from tinkercloud_api.providers.program_runner import ProgramLaunch
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_crds.program_fields import ProgramStatus
+from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 from tinkercloud_protocol.heads.launch import ModelSpec

@@ -25,7 +25,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     read_session,
 )
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_crds.placement import LabelValue
+from tinkercloud_crds.pods.placement import LabelValue
 from tinkercloud_crds.training_session import MAX_NAME_LENGTH
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig

@@ -17,6 +17,7 @@ from tinkercloud_api.providers.cluster.session_status import (
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_crds.times import parse_time
+from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.wire.future_responses import QueueState
 
@@ -164,18 +165,31 @@ def test_only_a_session_suspended_for_idleness_is_idle() -> None:
     assert idle_since(running) is None
 
 
-def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
-    spec = {
+BASE_MODEL = {
+    "metadata": {"name": "tiny", "resourceVersion": "1"},
+    "spec": {
         "modelName": "tiny/llama",
         "source": {"hub": "tiny/llama"},
         "maxContextLength": 512,
         "head": {"image": "head"},
-    }
-    manifest = {"metadata": {"name": "tiny", "resourceVersion": "1"}, "spec": spec}
+    },
+}
+
+
+def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
     broken = a_condition(ConditionType.READY, "False", Reason.NEVER_FITS)
 
-    assert read_base_model(manifest).is_offered
-    assert not read_base_model({**manifest, "status": {"conditions": [broken]}}).is_offered
+    assert read_base_model(BASE_MODEL).is_offered
+    assert not read_base_model({**BASE_MODEL, "status": {"conditions": [broken]}}).is_offered
+
+
+def test_what_uses_a_pool_is_what_the_operator_has_written() -> None:
+    pool = {"clusters": 2, "ready": 1, "models": 5, "slots": 16, "waiting": 3, "fromTheFuture": 1}
+
+    assert read_base_model(BASE_MODEL).pool is None
+    assert read_base_model({**BASE_MODEL, "status": {"pool": pool}}).pool == PoolUse(
+        clusters=2, ready=1, models=5, slots=16, waiting=3
+    )
 
 
 def a_run_in_a_pool(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
+pytestmark = pytest.mark.timeout(120)
+
 
 async def test_no_page_but_a_search_reads_a_table_whole(
     benchmarks: Callable[[str], ModuleType], tmp_path: Path

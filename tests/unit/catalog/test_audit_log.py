@@ -9,10 +9,12 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.access.audit_chain import Mark
+from tinkercloud_api.catalog.access.audit_export import line_of, verify_lines
 from tinkercloud_api.catalog.access.audit_log import AuditLog, AuditQuery, Recorded
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_protocol.wire.errors import InvalidRequest
 
 DAY = timedelta(days=1)
 
@@ -116,6 +118,33 @@ async def test_a_log_that_was_written_again_lacks_a_noted_entry(engine: AsyncEng
     assert "entry 10 has the hash" in (await log.verify(noted)).faults[0]
     later = Mark(11, noted.hash)
     assert (await log.verify(later)).faults == ["entry 11 is not in the log, which ends before it"]
+
+
+async def exported(log: AuditLog) -> Sequence[str]:
+    lines: list[str] = []
+    await log.export(lambda entry: lines.append(line_of(entry)))
+    return lines
+
+
+async def test_an_exported_log_is_verified_without_the_catalog(engine: AsyncEngine) -> None:
+    log = await some_entries(engine)
+    await log.forget_surplus(kept=8)
+    newest = (await log.verify()).newest
+
+    lines = await exported(log)
+
+    assert verify_lines(lines, newest) == await log.verify(newest)
+    assert verify_lines(lines, newest).removed > 0
+    changed = [line.replace('"entry 4"', '"entry 5"') for line in lines]
+    faults = {
+        "was inserted, or is not as it was written": changed,
+        "were deleted without a trace": [*lines[:-2], lines[-1]],
+        f"entry {newest.number} is not in the log, which ends before it": lines[:-1],
+    }
+    for fault, tampered in faults.items():
+        assert fault in " ".join(verify_lines(tampered, newest).faults), fault
+    with pytest.raises(InvalidRequest, match=r"line 2: .*audit export"):
+        verify_lines([lines[0], "{}"], None)
 
 
 async def test_old_entries_are_removed_and_the_rest_stays_verifiable(engine: AsyncEngine) -> None:

@@ -17,6 +17,7 @@ from tinkercloud_api.access import auth
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
 from tinkercloud_api.access.roles import Role
+from tinkercloud_api.access.server_acts import register_bootstrap_key
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema import connection
@@ -26,7 +27,6 @@ from tinkercloud_api.catalog.schema.tables import ApiKey, Session, Table, Traini
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.activity import Activity
-from tinkercloud_api.serve.api_app import register_bootstrap_key
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath

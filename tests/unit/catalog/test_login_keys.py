@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from tinkercloud_api.access.roles import Role
-from tinkercloud_api.catalog.access.user_rows import MAX_LOGIN_KEYS, Login
+from tinkercloud_api.catalog.access.user_rows import MAX_LOGIN_KEYS, Login, LoginKey
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
@@ -31,6 +31,7 @@ async def log_in(
     subject: str = "issuer|1",
     name: str = "ann",
     role: Role = Role.USER,
+    key_name: LoginKey = LoginKey.SHOWN,
 ) -> ApiKey:
     return await catalog.log_in(
         Login(
@@ -38,7 +39,8 @@ async def log_in(
             name=name,
             role=role,
             kept_roles=frozenset(KEPT[role]),
-            key_name="login",
+            groups=frozenset(),
+            key_name=key_name,
             key_hash=f"{subject}-{number}",
             expires_at=now() + timedelta(days=30),
         )
@@ -59,9 +61,18 @@ async def test_the_oldest_key_ends_when_there_is_one_more_than_ten(catalog: Cata
     assert await valid(catalog) == ["made", *kept]
 
 
+async def test_logins_of_the_console_end_no_key_that_was_shown(catalog: Catalog) -> None:
+    shown = await log_in(catalog, 0)
+    for number in range(1, MAX_LOGIN_KEYS + 2):
+        await log_in(catalog, number, key_name=LoginKey.CONSOLE)
+
+    kept = [f"issuer|1-{number}" for number in range(2, MAX_LOGIN_KEYS + 2)]
+    assert await valid(catalog) == [shown.key_hash, *kept]
+
+
 async def test_keys_with_more_rights_than_the_account_has_now_end(catalog: Catalog) -> None:
     first = await log_in(catalog, 1)
-    second = await log_in(catalog, 2, role=Role.READ_ONLY)
+    second = await log_in(catalog, 2, role=Role.READ_ONLY, key_name=LoginKey.CONSOLE)
     third = await log_in(catalog, 3)
 
     assert [row.role for row in (first, second, third)] == ["user", "read-only", "user"]
@@ -78,14 +89,14 @@ async def test_an_account_stays_linked_if_its_address_changes(catalog: Catalog) 
     assert await catalog.owner_of("issuer|2") is None
 
 
-async def test_a_logout_ends_the_keys_of_its_owner_under_one_name(catalog: Catalog) -> None:
-    for number in range(2):
-        await log_in(catalog, number)
+async def test_a_logout_ends_all_keys_from_logins_of_its_owner(catalog: Catalog) -> None:
+    for number, name in enumerate(LoginKey):
+        await log_in(catalog, number, key_name=name)
     other = await log_in(catalog, 1, subject="issuer|2", name="bob")
     await catalog.add_key(key_hash="made", name="ci", owner="ann", role="user")
     version = await catalog.access_version()
 
-    await catalog.revoke_keys_named("ann", "login")
+    await catalog.revoke_login_keys("ann")
 
     assert await valid(catalog) == ["made"]
     assert await valid(catalog, "bob") == [other.key_hash]

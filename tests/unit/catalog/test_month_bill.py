@@ -10,7 +10,7 @@ from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.stored_days import StoredBytes, StoredDays
 from tinkercloud_api.catalog.usage.usage_ledger import UsageTotal
-from tinkercloud_api.config.price_settings import PriceSettings
+from tinkercloud_api.config.sections.price_settings import PriceSettings
 from tinkercloud_api.runs.month_bill import bill
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath

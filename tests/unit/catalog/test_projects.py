@@ -12,6 +12,7 @@ from tinkercloud_api.access.auth import Authenticator, hash_key, new_key
 from tinkercloud_api.access.effects import READS, WORKS
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.project_rows import Claim
+from tinkercloud_api.catalog.access.user_rows import Login, LoginKey
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
@@ -186,6 +187,52 @@ async def test_a_project_keeps_an_admin_even_if_two_leave_at_once(catalog: Catal
     (admin,) = [row.owner for row in await catalog.members("p") if row.role == "admin"]
     with pytest.raises(InvalidRequest, match="is the only admin"):
         await catalog.remove_member("p", admin)
+
+
+async def log_in(catalog: Catalog, name: str, *groups: str) -> None:
+    await catalog.log_in(
+        Login(
+            subject=f"issuer|{name}",
+            name=name,
+            role="user",
+            kept_roles=frozenset(),
+            groups=frozenset(groups),
+            key_name=LoginKey.SHOWN,
+            key_hash=new_key(),
+            expires_at=now() + timedelta(days=1),
+        )
+    )
+
+
+async def test_an_owner_has_the_most_rights_of_itself_and_its_groups(catalog: Catalog) -> None:
+    for project in ("p", "q", "r"):
+        await catalog.add_project(project, project, "ann")
+    await catalog.set_member("p", "bob", "viewer")
+    await catalog.set_member("p", "group:a", "member")
+    await catalog.set_member("p", "group:b", "viewer")
+    await catalog.set_member("q", "group:b", "admin")
+    await catalog.set_member("r", "group:c", "admin")
+
+    await log_in(catalog, "bob", "a", "b")
+    assert await catalog.memberships("bob") == {"p": "member", "q": "admin"}
+    assert {row.id for row in await catalog.projects("bob", PAGE)} == {"p", "q"}
+    await log_in(catalog, "bob", "b")
+    assert await catalog.memberships("bob") == {"p": "viewer", "q": "admin"}
+    await log_in(catalog, "bob")
+    assert await catalog.memberships("bob") == {"p": "viewer"}
+
+
+async def test_a_group_is_no_owner_and_no_last_admin(catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.set_member("p", "group:a", "admin")
+
+    with pytest.raises(InvalidRequest, match="'ann' is the only admin"):
+        await catalog.remove_member("p", "ann")
+    assert await catalog.memberships("group:a") == {}
+    assert [user.name for user in await catalog.users()] == ["ann"]
+    assert not await catalog.set_disabled("group:a", now())
+    await catalog.remove_member("p", "group:a")
+    assert [row.owner for row in await catalog.members("p")] == ["ann"]
 
 
 async def test_creating_a_project_again_returns_it_but_never_a_taken_one(catalog: Catalog) -> None:

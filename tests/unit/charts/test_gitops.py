@@ -14,14 +14,14 @@ from celpy.adapter import json_to_cel
 
 from tinkercloud_crds.base_model import BaseModelSpec, Pool
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.pods.shapes import HeadShape
 from tinkercloud_crds.quota_fields import Amounts, Claimant
-from tinkercloud_crds.shapes import HeadShape
 from tinkercloud_crds.tenant import TenantSpec
 from tinkercloud_crds.training_session import Failing, TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod, PodProblem
+from tinkercloud_operator.spec.observed import ChildKey, Observed, Pod, PodProblem
 from tinkercloud_testing.charts import ROOT, VERSION
 from tinkercloud_testing.cluster.programs import binary
 from tinkercloud_testing.sessions import changed, observed

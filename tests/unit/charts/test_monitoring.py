@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 from prometheus_client.metrics import MetricWrapperBase
 
 import tinkercloud_operator.metrics
@@ -117,6 +118,19 @@ def test_alerts_are_about_this_release_alone() -> None:
     alerts = [each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]]
 
     assert [expr for expr in alerts if f'namespace="{NAMESPACE}"' not in expr] == []
+
+
+def test_one_machine_has_the_same_alerts_in_a_file_for_prometheus() -> None:
+    (rule,) = of_kind("PrometheusRule", *WATCHED)
+    text = (CHART / "files" / "alerts" / "api.yaml").read_text()
+    of_release = text.replace('"local"', f'"{NAMESPACE}"').replace("namespace local", NAMESPACE)
+
+    assert rule["spec"]["groups"][1:] == yaml.safe_load(of_release)["groups"]
+    assert [
+        selector
+        for selector in re.findall(r"tinkercloud_\w+(.{18})", text)
+        if "local" not in selector
+    ] == []
 
 
 def test_one_failure_that_a_retry_mends_pages_nobody() -> None:

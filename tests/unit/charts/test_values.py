@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, environment, helm, one, template
 

@@ -20,8 +20,8 @@ from tinkercloud_testing.models import (
     tiny_deepseek_v3,
     tiny_llama,
 )
-from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, ToolChoice, rule_of
-from tinkercloud_worker.chat.grammars import Grammar, Grammars
+from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, ToolChoice, rule_of
+from tinkercloud_worker.chat.grammar.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,

@@ -23,7 +23,7 @@ from tinkercloud_testing.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
-from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import Part, ToolCall
 from tinkercloud_worker.chat.text import ChatText

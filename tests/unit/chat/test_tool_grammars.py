@@ -20,9 +20,9 @@ from tinkercloud_testing.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
-from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.conversation import Asked
-from tinkercloud_worker.chat.grammars import Grammars
+from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.grammar.grammars import Grammars
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.text import ChatText

@@ -17,7 +17,7 @@ from tinkercloud_operator.decide.pods.node_fit import never_fits
 from tinkercloud_operator.decide.session.actions import Apply, Stage, stage
 from tinkercloud_operator.decide.session.reconcile import children, reconcile
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import Node
+from tinkercloud_operator.spec.observed import Node
 from tinkercloud_testing.sessions import (
     COLOCATED,
     TRAINERS,

@@ -14,7 +14,7 @@ from tinkercloud_operator.children.pods import GPU_RESOURCE, Build
 from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.decide.pods.node_fit import never_fits
 from tinkercloud_operator.decide.session.reconcile import children
-from tinkercloud_operator.spec.snapshot import Node
+from tinkercloud_operator.spec.observed import Node
 from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_testing.charts import ROOT
 from tinkercloud_testing.sessions import (

@@ -6,7 +6,7 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.program_fields import Program, Programs
+from tinkercloud_crds.pods.program_fields import Program, Programs
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.sessions import PROGRAM, PROGRAMS, Json, a_session

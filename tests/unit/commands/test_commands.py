@@ -150,7 +150,7 @@ def test_watch_prints_again_until_it_is_interrupted(monkeypatch: pytest.MonkeyPa
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stdout", terminal)
-    monkeypatch.setattr(shared, "_WATCH_SECONDS", 0.0)
+    monkeypatch.setattr(shared, "WATCH_SECONDS", 0.0)
     with pytest.raises(typer.Exit) as ended:
         shared.watch(draw, again=True)
 

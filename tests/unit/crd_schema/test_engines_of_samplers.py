@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import EnginesShape, SamplerShape
+from tinkercloud_crds.pods.shapes import EnginesShape, SamplerShape
 from tinkercloud_testing.sessions import (
     COLOCATED,
     ENGINES,

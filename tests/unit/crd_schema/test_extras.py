@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tinkercloud_crds.extras import ExtendedResource, Variable
-from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+from tinkercloud_crds.pods.extras import ExtendedResource, Variable
+from tinkercloud_crds.pods.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import SamplerOverride, TrainerOverride
 
 LONGEST_NAME = "n" * 63

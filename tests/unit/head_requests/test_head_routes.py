@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol.wire import recorded_paths, routes
-from tinkercloud_testing.served_heads import ServedHead, a_served_head
+from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
 from tinkercloud_worker.head.serve.head_app import ROUTES
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -35,6 +35,24 @@ async def test_routes_that_need_the_token_reject_callers_without_it(head: Served
     unauthenticated = {route for route, status in statuses.items() if status != 401}
     assert unauthenticated == {("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/metrics")}
     assert len(statuses) == len(ROUTES)
+
+
+async def test_routes_are_served_to_callers_with_the_token(head: ServedHead) -> None:
+    statuses, unknown = set(), {}
+    token = {routes.HEAD_TOKEN_HEADER: TOKEN, routes.TARGET_HEADER: SESSION}
+    # The route that suspends the head comes last.
+    for route in sorted(ROUTES, key=lambda route: route.path == routes.HEAD_SUSPEND):
+        url = head.url + route.path.replace("{id}", f"{SESSION}~x")
+        sent = head.client.request(route.method, url, data=b"{}", headers=token)
+        async with sent as answer:
+            statuses.add(answer.status)
+            # The lease has no end.
+            said = "" if answer.ok else await answer.text()
+        if answer.status in {401, 405} or "does not serve" in said:
+            unknown[route.method, route.path] = answer.status, said
+
+    assert unknown == {}
+    assert 200 in statuses
 
 
 async def test_unknown_paths_and_methods_are_rejected_in_the_shape_of_their_clients(

@@ -9,16 +9,22 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 
+import aiohttp
 import httpx
 import pytest
 
+from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.runs.run_points import RunPoints
+from tinkercloud_api.catalog.schema import connection
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.stored_days import StoredDays
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.config import api_metrics
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deleted_runs import DeletedRuns
@@ -26,6 +32,7 @@ from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.heads.shared_heads import SharedHeads
+from tinkercloud_api.login.login_pages import LoginPages
 from tinkercloud_api.runs.base_models import BaseModels
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.training_runs import TrainingRuns
@@ -36,6 +43,7 @@ from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web.middleware import (
     BodyLimitMiddleware,
     MetricsMiddleware,
+    MetricsServer,
     RequestIdMiddleware,
     ShortPathMiddleware,
 )
@@ -43,7 +51,9 @@ from tinkercloud_testing.providers import OneHead
 from tinkercloud_testing.served_heads import served
 from tinkercloud_testing.waiting import PATIENCE_SECONDS
 
-HOUSEKEEPING: list[tuple[type, str]] = [
+Noted = tuple[type | ModuleType, str]
+"""A method of a class, or a function of a module."""
+HOUSEKEEPING: list[Noted] = [
     (Activity, "write"),
     (Catalog, "count_live_sessions"),
     (TrainingRuns, "expire_sessions"),
@@ -56,25 +66,36 @@ HOUSEKEEPING: list[tuple[type, str]] = [
     (ConsoleTokens, "forget"),
     (StoredDays, "measure"),
 ]
-CARE_FOR_HEADS: list[tuple[type, str]] = [
+CARE_FOR_HEADS: list[Noted] = [
     (SharedHeads, "suspend_inactive"),
     (SharedHeads, "drop_orphans"),
 ]
-STARTUP: list[tuple[type, str]] = [
+OPENING: list[Noted] = [
+    (connection, "migrate"),
+    (server_acts, "record_settings"),
+    (server_acts, "register_bootstrap_key"),
+]
+STARTUP: list[Noted] = [
+    (MetricsServer, "start"),
     (OneHead, "start"),
     (BaseModels, "start"),
     (Deliveries, "start"),
     (Programs, "start"),
-    (RunAdmission, "follow"),
+    (LoginPages, "open"),
+    (api_metrics, "measure"),
 ]
-SHUTDOWN: list[tuple[type, str]] = [
+SHUTDOWN: list[Noted] = [
     (BaseModels, "stop"),
     (Deliveries, "stop"),
     (Programs, "stop"),
     (OneHead, "stop"),
     (HeadLocator, "report_lost"),
     (Activity, "write"),
+]
+CLOSING: list[Noted] = [
+    (aiohttp.ClientSession, "close"),
     (Catalog, "close"),
+    (MetricsServer, "stop"),
 ]
 TASKS = {
     "_run_housekeeping",
@@ -83,7 +104,7 @@ TASKS = {
     "Programs._write_changes",
 }
 """Coroutines that run as long as a server without tenants, whose task `follow` ends at once."""
-MIDDLEWARE: list[tuple[type, str]] = [
+MIDDLEWARE: list[Noted] = [
     (ShortPathMiddleware, "__call__"),
     (RequestIdMiddleware, "__call__"),
     (MetricsMiddleware, "__call__"),
@@ -92,7 +113,7 @@ MIDDLEWARE: list[tuple[type, str]] = [
 ]
 
 
-def named(calls: list[tuple[type, str]]) -> list[str]:
+def named(calls: list[Noted]) -> list[str]:
     return [f"{owner.__name__}.{name}" for owner, name in calls]
 
 
@@ -100,10 +121,10 @@ def named(calls: list[tuple[type, str]]) -> list[str]:
 def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Return a function that notes calls of methods from then on."""
 
-    def begin(*methods: tuple[type, str]) -> list[str]:
+    def begin(*methods: Noted) -> list[str]:
         calls: list[str] = []
 
-        def note(owner: type, name: str) -> None:
+        def note(owner: type | ModuleType, name: str) -> None:
             original = getattr(owner, name)
 
             @wraps(original)
@@ -149,6 +170,18 @@ async def test_a_running_server_takes_all_periodic_steps(
     }
 
 
+def with_logins(folder: Path) -> Settings:
+    secret = folder / "secret"
+    secret.write_text("secret")
+    oidc = OidcSettings(
+        issuer="https://login.example.com",
+        client_id="tinkercloud",
+        client_secret_file=secret,
+        allow_all_accounts=True,
+    )
+    return Settings(state_dir=folder, oidc=oidc, public_url="https://tinkercloud.example.com")
+
+
 async def test_a_server_takes_all_steps_of_its_startup_and_shutdown_even_if_one_fails(
     tmp_path: Path, follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,15 +189,33 @@ async def test_a_server_takes_all_steps_of_its_startup_and_shutdown_even_if_one_
         raise OSError("full disk")
 
     monkeypatch.setattr(Programs, "stop", fail)
-    started = follow(*STARTUP)
-    async with running_context(Settings(state_dir=tmp_path), OneHead()):
+    started = follow(*OPENING, *STARTUP, (RunAdmission, "follow"))
+    async with running_context(with_logins(tmp_path), OneHead()):
         await asyncio.sleep(0)
-        stopped = follow(*SHUTDOWN)
+        stopped = follow(*SHUTDOWN, *CLOSING)
 
-    assert started == named(STARTUP)
-    assert stopped == named(SHUTDOWN)
-    assert len(assembly.STARTUP) + 1 == len(STARTUP)
-    assert len(assembly.SHUTDOWN) + 1 == len(SHUTDOWN)
+    assert started == named([*OPENING, *STARTUP, (RunAdmission, "follow")])
+    assert stopped == named([*SHUTDOWN, *CLOSING])
+    assert len(assembly.OPENING) == len(OPENING)
+    assert len(assembly.STARTUP) == len(STARTUP)
+    assert len(assembly.SHUTDOWN) == len(SHUTDOWN)
+    assert len(assembly.CLOSING) == len(CLOSING)
+
+
+async def test_a_server_whose_startup_fails_closes_what_it_has_opened(
+    tmp_path: Path, follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("no device")
+
+    monkeypatch.setattr(OneHead, "start", fail)
+    closed = follow(*SHUTDOWN, *CLOSING)
+
+    with pytest.raises(OSError, match="no device"):
+        async with running_context(Settings(state_dir=tmp_path), OneHead()):
+            pass
+
+    assert closed == named(CLOSING)
 
 
 async def test_requests_pass_all_middleware_in_order(

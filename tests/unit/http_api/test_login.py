@@ -13,7 +13,7 @@ from joserfc.jwk import RSAKey
 from pydantic import ValidationError
 
 from tinkercloud_api.access.roles import Role
-from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.login import openid_login
 from tinkercloud_api.login.openid_login import ProviderClient, identify
@@ -45,6 +45,13 @@ def test_the_group_with_most_rights_counts(groups: object, role: Role) -> None:
 
     assert (found.name, found.role) == ("ann@example.com", role)
     assert found.subject == "https://id.example.com|1"
+
+
+def test_groups_whose_names_cannot_be_stored_are_members_of_nothing() -> None:
+    named = ["research", "a\0b", "x" * 300, ""]
+    found = identify({**CLAIMS, "groups": named}, OidcSettings(**SETTINGS))
+
+    assert found.groups == {"research"}
 
 
 @pytest.mark.parametrize(

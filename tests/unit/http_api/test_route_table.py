@@ -2,11 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from fastapi import APIRouter
+from starlette.routing import compile_path
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
+from tinkercloud_api.access import failed_logins
 from tinkercloud_api.access.effects import (
     READS,
     UNKNOWN,
@@ -15,16 +20,24 @@ from tinkercloud_api.access.effects import (
     changes,
     declares,
 )
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
+from tinkercloud_api.serve.hot_routes import routes_at
 from tinkercloud_api.serve.route_table import (
     Authentication,
     Effects,
+    Row,
     UndeclaredRouteError,
     authentication_of,
     table,
 )
 from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.served_heads import served
+
+KEY = "tml-a-valid-key-of-these-tests"
+UNKNOWN_ROUTE = re.compile(r"is not supported by this server|^Not Found$")
+"""What is said of routes and methods that nothing serves, the last one below /login."""
 
 
 @pytest.fixture
@@ -77,6 +90,90 @@ def test_routes_that_the_table_says_need_a_key_reject_callers_without_one(
     assert {route: status for route, status in answers.items() if status != 401} == {}
 
 
+def test_no_request_fits_routes_of_two_modules_whose_order_would_decide(app: Application) -> None:
+    rows = [row for row in app.route_table if row.hot is None]
+    paths = [(re.sub(r"\{[^}]+\}", "a~b", row.path), row) for row in rows]
+    several = [
+        (row.path, other.path)
+        for path, row in paths
+        for other in rows
+        if row.method == other.method and module_of(row) != module_of(other)
+        if compile_path(other.path)[0].match(path)
+    ]
+
+    assert several == []
+
+
+def module_of(row: Row) -> str:
+    return row.handler.rpartition(".")[0]
+
+
+def test_failed_logins_are_limited_where_the_table_says_so(
+    app: Application, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failed_logins, "_ATTEMPTS_PER_SECOND", 0.0)
+    rows = {row.authentication: row for row in app.route_table if row.method == "GET"}
+    limited = set()
+    with TestClient(app) as client:
+        for authentication, row in rows.items():
+            path = re.sub(r"\{[^}]+\}", "a~b", row.path)
+            for attempt in range(21):
+                sent = {"x-api-key": f"tml-{attempt}", "cookie": f"tinkercloud-console={attempt}"}
+                if client.get(path, headers=sent).status_code == 429:
+                    limited.add(authentication)
+
+    assert len(rows) == 4
+    assert limited == {each for each in rows if each.limits_failed_logins}
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_with_a_key_is_dispatched_to_the_handler_that_the_table_names(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "secret").write_text("secret")
+    oidc = OidcSettings(
+        issuer="https://127.0.0.1:9",
+        client_id="tinkercloud",
+        client_secret_file=tmp_path / "secret",
+        allow_all_accounts=True,
+    )
+    settings = Settings(
+        state_dir=tmp_path,
+        bootstrap_key=KEY,
+        oidc=oidc,
+        public_url="https://tinkercloud.example.com",
+    )
+    app, handlers, wrong = Application(settings, OneHead()), [""], {}
+
+    async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            handlers.append(name_of(scope.get("endpoint")))
+
+    # The route that revokes the key comes last.
+    rows = sorted(app.route_table, key=lambda row: row.effect.event == "key_revoke")
+    async with served(noting) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for row in rows:
+            path = re.sub(r"\{[^}]+\}", "a~b", row.path)
+            method = "GET" if row.method == "*" else row.method
+            answer = await client.request(method, path, json={}, headers={"x-api-key": KEY})
+            if row.hot is None and row.authentication is not Authentication.LOGIN:
+                is_served = handlers[-1] == row.handler
+            else:
+                is_served = answer.status_code != 401 and not UNKNOWN_ROUTE.search(answer.text)
+            if not is_served:
+                wrong[row.method, row.path] = handlers[-1], answer.status_code, answer.text
+
+    assert wrong == {}
+    assert len(handlers) > len(rows) > 130
+
+
+def name_of(endpoint: Any) -> str:
+    module = getattr(endpoint, "__module__", "").removeprefix("tinkercloud_api.")
+    return f"{module}.{getattr(endpoint, '__qualname__', '')}"
+
+
 def test_a_route_that_does_not_declare_what_its_requests_do_stops_the_server() -> None:
     router = APIRouter()
 
@@ -97,7 +194,7 @@ def test_a_request_has_the_effect_that_its_route_declares(app: Application) -> N
     for row in app.route_table:
         if row.authentication is Authentication.KEY:
             path = re.sub(r"\{[^}]+\}", "a~b", row.path)
-            assert effects.of(row.method, path) == row.effect, row
+            assert effects.of(row.method, path, routes_at(path).by_method) == row.effect, row
             sent += row.effect.is_mutation
     assert sent > 40
 
@@ -123,4 +220,4 @@ def test_a_request_has_the_effect_that_its_route_declares(app: Application) -> N
 def test_requests_that_fit_several_routes_or_none(
     app: Application, method: str, path: str, effect: Effect
 ) -> None:
-    assert Effects(app.route_table).of(method, path) == effect
+    assert Effects(app.route_table).of(method, path, routes_at(path).by_method) == effect

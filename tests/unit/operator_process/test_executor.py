@@ -18,7 +18,7 @@ from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
 from tinkercloud_testing.metrics import metric_value
 from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed

@@ -14,7 +14,7 @@ from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.leader import Leadership
-from tinkercloud_operator.run.probes import Probes
+from tinkercloud_operator.run.probes import ROUTES, Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
 from tinkercloud_testing.metrics import metric_value
@@ -193,3 +193,17 @@ async def test_a_leader_is_ready_after_its_initial_list(
         assert answer.status == status
         assert text in await answer.text()
     await runner.cleanup()
+
+
+async def test_all_routes_of_the_operator_are_served(connection: Connection) -> None:
+    port = free_port()
+    settings = Settings(probe_host="127.0.0.1", probe_port=port)
+    runner = await Probes(Leadership(connection.client, settings), settings).serve()
+    async with aiohttp.ClientSession() as client:
+        statuses = {}
+        for path in ROUTES:
+            async with client.get(f"http://127.0.0.1:{port}{path}") as answer:
+                statuses[path] = answer.status
+    await runner.cleanup()
+
+    assert statuses == {"/livez": 200, "/readyz": 200, "/metrics": 200}

@@ -22,6 +22,7 @@ OF_RELEASES = {
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_chain_and_storage.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_console.py",
+    "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_groups.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_indexes.py",
     "docs/compatibility.md",
     "docs/operate/upgrades.md",

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import MAX_TOKENS
+from tinkercloud_crds.pods.shapes import MAX_TOKENS
 from tinkercloud_crds.structural import structural_schema
 from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_planning.architecture import Architecture, UnknownArchitecture

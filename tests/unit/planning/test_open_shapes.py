@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, Pool
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
-from tinkercloud_crds.shapes import Parallelism, SamplerShape
+from tinkercloud_crds.pods.shapes import Parallelism, SamplerShape
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings

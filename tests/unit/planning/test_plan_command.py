@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import Parallelism
+from tinkercloud_crds.pods.shapes import Parallelism
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.engines import sampler_config
 from tinkercloud_operator.children.raycluster import ray_cluster

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.base_model import DEFAULT_SLOTS, BaseModelSpec, Limits, Pool
-from tinkercloud_crds.placement import RolePlacement
+from tinkercloud_crds.pods.placement import RolePlacement
 from tinkercloud_operator.spec.pool_slots import pool_of
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
 from tinkercloud_planning import families

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_api.config.program_settings import ProgramSettings
+from tinkercloud_api.config.sections.program_settings import ProgramSettings
 from tinkercloud_api.providers.local.local_programs import LocalPrograms
 from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
 from tinkercloud_protocol.programs.program_messages import ProgramPhase

@@ -78,7 +78,10 @@ async def forwarded(path: str, body: bytes) -> tuple[dict[str, str], bytes]:
         open_client() as session,
     ):
         server = Server(session, listening.sockets[0].getsockname()[1])
-        route, scope = routes_at(path)["POST"], {"method": "POST", "path": path, "headers": []}
+        route, scope = (
+            routes_at(path).by_method["POST"],
+            {"method": "POST", "path": path, "headers": []},
+        )
         principal, context = Principal(1, "key", "me", Role.USER), cast("Context", server)
         request = HotRequest(scope, receive, route.limit.max_bytes(context.settings))
         call = Call(context, request, send, principal)

@@ -13,7 +13,8 @@ from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.future_responses import Result, finished
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_worker.head.order.kept_results import Results
-from tinkercloud_worker.head.order.queue import ModelQueue, Operation, Role, refusal
+from tinkercloud_worker.head.order.queue import ModelQueue
+from tinkercloud_worker.head.order.queued_request import Operation, Role, refusal
 from tinkercloud_worker.head.order.request_log import NoLog
 from tinkercloud_worker.head.wire.token_limits import TokenLimits
 

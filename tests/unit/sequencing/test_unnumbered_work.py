@@ -10,7 +10,8 @@ from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_protocol.wire.future_responses import Result, finished
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_worker.head.order.kept_results import Results
-from tinkercloud_worker.head.order.queue import ModelQueue, Operation
+from tinkercloud_worker.head.order.queue import ModelQueue
+from tinkercloud_worker.head.order.queued_request import Operation
 
 
 class Bench:

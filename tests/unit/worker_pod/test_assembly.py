@@ -20,10 +20,13 @@ from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.serve import assembly
 from tinkercloud_worker.head.serve.idle_memory import IdleMemory
+from tinkercloud_worker.head.serve.lifecycle import Lifecycle
 from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 
 SPEC = ModelSpec(owner="me", lora=LoraConfig(rank=2, seed=1))
+STARTUP: list[tuple[type, str]] = [(Lifecycle, "expect_leases")]
+"""Without the start of `TASKS` and the readiness, which are seen otherwise."""
 SWEEP: list[tuple[type, str]] = [(Results, "sweep"), (IdleMemory, "check")]
 SHUTDOWN: list[tuple[type, str]] = [
     (HeadService, "suspend"),
@@ -70,7 +73,7 @@ async def test_a_running_head_has_all_tasks_and_takes_all_steps_of_its_lists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(assembly, "_SWEEP_SECONDS", 0.01)
-    swept = follow(monkeypatch, SWEEP)
+    swept, started = follow(monkeypatch, SWEEP), follow(monkeypatch, STARTUP)
 
     before = asyncio.all_tasks()
     async with a_served_head(tmp_path) as head, asyncio.timeout(PATIENCE_SECONDS):
@@ -81,9 +84,14 @@ async def test_a_running_head_has_all_tasks_and_takes_all_steps_of_its_lists(
         while running(before) != TASKS:  # noqa: ASYNC110 - as above
             await asyncio.sleep(0.01)
         stopped = follow(monkeypatch, SHUTDOWN)
+    still_running = running(before)
 
+    assert started == named(STARTUP)
     assert swept[: len(SWEEP)] == named(SWEEP)
     assert stopped[: len(SHUTDOWN)] == named(SHUTDOWN)
     assert [step.name for step in assembly.TASKS] == ["sweep"]
     assert len(assembly.SWEEP) == len(SWEEP)
-    assert len(assembly.SHUTDOWN) + 1 == len(SHUTDOWN)
+    assert "_sweep" not in still_running
+    assert len(assembly.STARTUP) == len(STARTUP) + len(["tasks", "readiness"])
+    # Models are suspended before the first step, and that tasks have ended is seen otherwise.
+    assert len(assembly.SHUTDOWN) == len(SHUTDOWN)

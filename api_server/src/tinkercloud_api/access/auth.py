@@ -86,6 +86,8 @@ class Principal:
     named_objects: set[str] = field(default_factory=set)
     """Sessions, runs, samplers, checkpoints, programs, keys and members that the request has made,
     changed or trained so far."""
+    restored: str = ""
+    """The backup from which the catalog was restored, with its time; empty if it was not."""
 
     def requesting(self, method: str, path: str, effect: Effect) -> "Principal":
         """Return the same principal as the sender of one request, with this effect.
@@ -136,7 +138,14 @@ class Principal:
             NotFound: the object does not exist for this principal.
         """
         if found is None or not self._may_read(found):
-            raise NotFound(f"{what} does not exist, or belongs to another owner")
+            message = f"{what} does not exist, or belongs to another owner"
+            if self.restored:
+                message += (
+                    f". The catalog was restored from a {self.restored}, and does not have what was"
+                    " made later: ask an administrator for the checkpoints that"
+                    " `tinkercloud catalog rebuild` finds"
+                )
+            raise NotFound(message)
         if found.project is not None:
             self.seen_projects.add(found.project)
         return found
@@ -184,7 +193,11 @@ class Authenticator:
     """Looks up API keys and caches them briefly."""
 
     def __init__(
-        self, catalog: Catalog, record_use: Callable[[int], None], tokens: AccessTokens
+        self,
+        catalog: Catalog,
+        record_use: Callable[[int], None],
+        tokens: AccessTokens,
+        restored: str = "",
     ) -> None:
         """Create an authenticator.
 
@@ -192,11 +205,13 @@ class Authenticator:
             catalog: contains the keys.
             record_use: called with the id of each accepted key.
             tokens: verifies the tokens that are accepted instead of keys.
+            restored: see `Principal.restored`.
         """
         self._catalog = catalog
         self._versions = AccessVersions(catalog.access_version, REMEMBERED_SECONDS)
         self._record_use = record_use
         self._tokens = tokens
+        self._restored = restored
         self._cached: dict[str, tuple[float, Principal]] = {}
         self._revoked: set[int] = set()
         """Keys revoked by this process: a concurrent lookup must not make one valid again."""
@@ -352,4 +367,5 @@ class Authenticator:
             min(ends, default=None),
             {project: ProjectRole(role) for project, role in memberships.items()},
             version,
+            restored=self._restored,
         )

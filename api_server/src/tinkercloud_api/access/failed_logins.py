@@ -19,6 +19,8 @@ LookUp = Callable[[], Awaitable[Principal]]
 _ATTEMPTS = 20
 """Burst of failed attempts that an address may make."""
 _ATTEMPTS_PER_SECOND = 1.0
+LIMIT = f"{_ATTEMPTS}, then {_ATTEMPTS_PER_SECOND:g}/s"
+"""Failed attempts from one address, for people who read the table of routes."""
 _CONCURRENT = 2
 """Concurrent lookups for all addresses that have made too many failed attempts."""
 _MAX_ADDRESSES = 10_000

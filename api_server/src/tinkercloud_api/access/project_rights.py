@@ -113,7 +113,7 @@ class Projects:
     async def set_member(
         self, project_id: str, owner: str, role: ProjectRole, caller: Principal
     ) -> None:
-        """Add a member, or change its role. This is idempotent.
+        """Add an owner or a group as a member, or change its role. This is idempotent.
 
         Raises:
             NotFound: the project does not exist for this caller.

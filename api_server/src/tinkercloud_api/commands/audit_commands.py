@@ -6,17 +6,22 @@ import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.common.local_catalog import StateDir, verify_audit_log
+from tinkercloud_api.commands.common.local_catalog import (
+    StateDir,
+    export_audit_log,
+    verify_audit_log,
+)
 from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:
-    from tinkercloud_api.catalog.access.audit_chain import Mark
+    from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict
 
 app = typer.Typer(invoke_without_command=True)
 
@@ -92,8 +97,28 @@ def show_audit(
         show([_row(entry) for entry in entries], _COLUMNS, as_json=False)
 
 
+@app.command("export")
+def export_audit(state_dir: StateDir = None) -> None:
+    """Print every row of the log in the catalog of this machine, for `audit verify FILE`.
+
+    A line is one JSON object: a request, or its outcome.
+    """
+    from tinkercloud_api.catalog.access.audit_export import line_of
+
+    export_audit_log(state_dir, lambda entry: typer.echo(line_of(entry)))
+
+
 @app.command("verify")
 def verify_audit(
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A log of `audit export`, which is checked instead of the catalog.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
     state_dir: StateDir = None,
     contains: Annotated[
         str | None,
@@ -106,12 +131,18 @@ def verify_audit(
     *,
     as_json: Json = False,
 ) -> None:
-    """Check in the catalog of this machine that no entry was changed, inserted or removed.
+    """Check that no entry was changed, inserted or removed, in this machine's catalog or in FILE.
 
     Keep number and hash of the newest entry elsewhere, and give them to --contains next time: that
     reveals a log that was written again.
     """
-    verdict = verify_audit_log(state_dir, _mark(contains) if contains is not None else None)
+    mark = _mark(contains) if contains is not None else None
+    if file is None:
+        verdict = verify_audit_log(state_dir, mark)
+    elif state_dir is None:
+        verdict = _verify_file(file, mark)
+    else:
+        fail("--state-dir: not together with FILE, which is checked without a catalog")
     newest = f"{verdict.newest.number}:{verdict.newest.hash}"
     if as_json:
         found = {"entries": verdict.entries, "removed": verdict.removed, "newest": newest}
@@ -123,6 +154,17 @@ def verify_audit(
             typer.echo(f"broken: {fault}", err=True)
     if verdict.faults:
         raise typer.Exit(1)
+
+
+def _verify_file(file: Path, mark: "Mark | None") -> "Verdict":
+    from tinkercloud_api.catalog.access.audit_export import verify_lines
+    from tinkercloud_protocol.wire.errors import InvalidRequest
+
+    try:
+        with file.open(encoding="utf-8") as lines:
+            return verify_lines(lines, mark)
+    except (InvalidRequest, OSError, UnicodeDecodeError) as error:
+        fail(f"{file}: {error}")
 
 
 def _mark(text: str) -> "Mark":

@@ -116,6 +116,7 @@ def restore_backup(
     or nothing: the next server or command that uses the folder completes it.
     """
     from tinkercloud_api.admin.backup import restore
+    from tinkercloud_api.catalog.access.audit_log import RESTORE, RESTORED
 
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
@@ -126,7 +127,8 @@ def restore_backup(
         progress = CopyProgress("restored", _size(file))
         manifest = restore.restore(stream, name, where, progress)
         progress.finish()
-        change = Change("backup_restore", ["backup", "restore", file], [f"instead of {replaced}"])
+        objects = [f"instead of {replaced}", f"{RESTORED}{moment(manifest.created_at)}"]
+        change = Change(RESTORE, ["backup", "restore", file], objects)
         record_in_file(catalog, change, "done")
     _report(manifest, f"restored {name} to {where.state_dir}", as_json=as_json, to_stderr=False)
 

@@ -14,7 +14,12 @@ app = typer.Typer(
 )
 
 Project = Annotated[str, typer.Argument(help="Id of the project, as shown by `projects list`.")]
-Owner = Annotated[str, typer.Argument(help="Owner of the keys of the member.")]
+Owner = Annotated[
+    str,
+    typer.Argument(
+        help="Owner of the keys of the member, or group:NAME for a group of the OpenID login."
+    ),
+]
 
 
 class MemberRole(StrEnum):

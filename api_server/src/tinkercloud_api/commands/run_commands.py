@@ -49,18 +49,30 @@ RunArgument = Annotated[
 _ATTACHING = """\
 import tinker
 from tinker import types
+from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
+run = {run!r}
 service_client = tinker.ServiceClient()
+holder = service_client.holder
+
+
+async def attach():
+    with holder.aclient(ClientConnectionPoolType.TRAIN) as client:
+        return await client.post("/api/v1/attach_model", cast_to=object, body={{"model_id": run}})
+
+
+attached = holder.run_coroutine_threadsafe(attach()).result()
 training_client = tinker.TrainingClient(
-    service_client.holder,
+    holder,
     {index},
-    types.ModelID({run!r}),
+    types.ModelID(run),
     info=types.GetInfoResponse.model_validate_json(
         {info!r}
     ),
 )
-training_client._request_id_counter = training_client._turn_counter = {counter}
-service_client.holder._sampling_client_counter = {sampler}
+training_client._request_id_counter = attached["next_seq_id"] - 1
+training_client._turn_counter = attached["next_seq_id"] - 1
+holder._sampling_client_counter = {sampler} + attached["next_seq_id"]
 {taken}"""
 _RESTORING = """\
 import tinker
@@ -172,7 +184,7 @@ def show_curve(
 
     A row is the mean of the optimizer steps up to its number; long runs have many in one.
     """
-    path = f"{_path(run)}/curve"
+    path = f"{path_of(run)}/curve"
 
     def draw() -> None:
         found = request("GET", base_url, api_key, path)
@@ -192,14 +204,15 @@ def _curve_rows(points: list[dict[str, Any]]) -> list[dict[str, object]]:
     return [
         {
             "step": each["step"],
-            **{name: _mean(each["metrics"].get(name)) for name in _CURVE_METRICS},
+            **{name: mean_text(each["metrics"].get(name)) for name in _CURVE_METRICS},
             "time": each["time"],
         }
         for each in chosen
     ]
 
 
-def _mean(metric: dict[str, Any] | None) -> str:
+def mean_text(metric: dict[str, Any] | None) -> str:
+    """Return the mean of a metric of a curve's point; empty without one."""
     if metric is None:
         return ""
     if metric["not_finite"]:
@@ -222,7 +235,7 @@ def save_run(
     """Save a checkpoint of a run while its client trains, and print its path."""
     _say_wait("saving", _details(run, api_key, base_url))
     body = {"name": name} if name is not None else {}
-    saved = request("POST", base_url, api_key, f"{_path(run)}/save", body)
+    saved = request("POST", base_url, api_key, f"{path_of(run)}/save", body)
     say(saved["tinker_path"], saved, as_json=as_json)
 
 
@@ -244,7 +257,7 @@ def stop_run(
     confirm(f"{'Suspend' if suspend else 'End'} {_described(found)}?", skipped=yes)
     if not (suspend and found["state"] in {"suspended", "on disk"}):
         _say_wait("saving", found)
-    answer = request("POST", base_url, api_key, f"{_path(run)}/stop", {"suspend": suspend})
+    answer = request("POST", base_url, api_key, f"{path_of(run)}/stop", {"suspend": suspend})
     say(answer["tinker_path"] or answer["state"], answer, as_json=as_json)
 
 
@@ -254,7 +267,8 @@ def attach_run(
 ) -> None:
     """Print the Python lines that continue a run in a new process, exactly where it is.
 
-    The lines of a run that lives can be used once: requests of its former client fail from now on.
+    Requests of its former client fail from now on. Each process that runs the lines continues from
+    where the run is then, and shuts out the process before.
     """
     found = _details(run, api_key, base_url)
     if found["state"] in _CONTINUABLE:
@@ -271,28 +285,32 @@ def attach_run(
     newest = found["checkpoints"][0]
     typer.echo(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
     step = newest["step"]
-    typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step)))
+    typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step, step)))
 
 
 def _attached(run: str, api_key: str, base_url: str | None) -> str:
     """Return the lines that continue a run that lives, once other clients are shut out."""
     attached = request("POST", base_url, api_key, "attach_model", {"model_id": run})
     info = request("POST", base_url, api_key, "get_info", {"model_id": run})
-    following, step = attached["next_seq_id"], attached.get("step")
-    # The SDK counts requests from 0 and sends the number plus one. Each sampler of unsaved weights
-    # needs a number that no earlier client of the model has used.
+    # The lines attach again: numbers of requests that an earlier use has sent would return the
+    # results of that time. The SDK counts requests from 0 and sends the number plus one. Each
+    # sampler of unsaved weights needs a number that no earlier client of the model has used.
     return _ATTACHING.format(
         index=int(run.rpartition(":")[2]),
         run=run,
         info=json.dumps(info),
-        counter=following - 1,
-        sampler=_FIRST_SAMPLER + following,
-        taken=_taken(step),
+        sampler=_FIRST_SAMPLER,
+        taken=_taken(attached.get("step"), 'attached["step"]'),
     )
 
 
-def _taken(step: int | None) -> str:
-    """Return the lines that say how many steps a model has taken."""
+def _taken(step: int | None, value: object) -> str:
+    """Return the lines that say how many steps a model has taken.
+
+    Args:
+        step: the steps; None if they are not known.
+        value: the Python expression of their number when the lines run.
+    """
     if step is None:
         return (
             "# The session head is of an earlier version, which does not say how many steps it"
@@ -300,16 +318,17 @@ def _taken(step: int | None) -> str:
         )
     return (
         f"# The model has taken {step} steps: continue with the data of step {step + 1}.\n"
-        f"step = {step}"
+        f"step = {value}"
     )
 
 
 def _details(run: str, api_key: str, base_url: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = request("GET", base_url, api_key, _path(run))
+    found: dict[str, Any] = request("GET", base_url, api_key, path_of(run))
     return found
 
 
-def _path(run: str) -> str:
+def path_of(run: str) -> str:
+    """Return the path of a run under /api/v1."""
     return f"runs/{quote(run, safe=':')}"
 
 

@@ -3,7 +3,8 @@
 Gauges describe one replica unless stated otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal, get_args
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -67,12 +68,30 @@ for _direction in get_args(Direction):
     PROXY_BYTES.labels(_direction)
 for _reason in get_args(ProxyError):
     PROXY_ERRORS.labels(_reason)
-QUEUE_STATES: tuple[QueueState, ...] = get_args(QueueState)
+_QUEUE_STATES: tuple[QueueState, ...] = get_args(QueueState)
 
 OTHER_OWNERS = "(other owners)"
 MAX_OWNERS = 200
 """Owners with series of their own."""
 _owners: set[str] = set()
+
+
+def measure(
+    long_polls: Callable[[], int], waiting_runs: Callable[[], Mapping[QueueState, int]]
+) -> None:
+    """Compute gauges when Prometheus scrapes them.
+
+    Args:
+        long_polls: returns the number of waiting requests.
+        waiting_runs: returns the number of runs that wait for a head, by state.
+    """
+    LONG_POLLS.set_function(long_polls)
+    for state in _QUEUE_STATES:
+        WAITING_RUNS.labels(state).set_function(partial(_count, waiting_runs, state))
+
+
+def _count(waiting_runs: Callable[[], Mapping[QueueState, int]], state: QueueState) -> int:
+    return waiting_runs().get(state, 0)
 
 
 def count_usage(owner: str, amounts: Mapping[str, float]) -> None:

@@ -29,11 +29,11 @@ from pydantic_settings import (
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
-from tinkercloud_api.config.download_settings import DownloadSettings, PublicUrl
-from tinkercloud_api.config.login_settings import OidcSettings
-from tinkercloud_api.config.price_settings import PriceSettings
-from tinkercloud_api.config.program_settings import ProgramSettings
-from tinkercloud_api.config.tenant_settings import TenantSettings
+from tinkercloud_api.config.sections.download_settings import DownloadSettings, PublicUrl
+from tinkercloud_api.config.sections.login_settings import OidcSettings
+from tinkercloud_api.config.sections.price_settings import PriceSettings
+from tinkercloud_api.config.sections.program_settings import ProgramSettings
+from tinkercloud_api.config.sections.tenant_settings import TenantSettings
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.launch import (

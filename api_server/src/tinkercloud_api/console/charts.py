@@ -9,7 +9,7 @@ from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
 
 WIDTH, HEIGHT = 640, 220
 """Size of a chart, in units of its view box."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 12, 12, 28
 """Margins, in the same units."""
 _MAX = sys.float_info.max
 

@@ -16,6 +16,11 @@ def shown(value: object) -> str:
     return "".join(each if each.isprintable() else _REPLACEMENT for each in cut)
 
 
+def output(text: str) -> str:
+    """Return the output of a program without control characters, apart from ends of lines."""
+    return "".join(each if each.isprintable() or each in "\n\t" else _REPLACEMENT for each in text)
+
+
 def number(value: float | None) -> str:
     """Return a number with five digits; a dash for None."""
     return "-" if value is None else f"{value:.5g}"

@@ -1,8 +1,9 @@
 """The pages below /login, for browsers. They load nothing and run no scripts.
 
 Logins and logouts start with a POST of this page, so that no other site can make a browser start
-one. The cookie belongs to a login under way and gives no rights. The key is shown once: reloading
-the page shows an error, as its state has been used.
+one. The cookie belongs to a login under way and gives no rights. A key is shown once: reloading the
+page shows an error, as its state has been used. A login for the console shows none, and opens a
+session there.
 """
 
 import html
@@ -19,17 +20,20 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.catalog.schema.tables import ApiKey
-from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.access.browser_sessions import BrowserSessions
+from tinkercloud_api.catalog.schema.tables import ApiKey, now
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.context import Context
-from tinkercloud_api.login.openid_login import CALLBACK, Logins
+from tinkercloud_api.login.openid_login import CALLBACK, Logins, Outcome, Purpose
+from tinkercloud_api.web.session_cookie import CONSOLE, set_session
 from tinkercloud_protocol.wire.errors import Forbidden, WireError
 
 log = structlog.get_logger(__name__)
 
 _LOGIN = "/login"
+_CONSOLE = "/login/console"
 _LOGOUT = "/login/logout"
-PATHS = (_LOGIN, _LOGOUT, CALLBACK)
+PATHS = (_LOGIN, _CONSOLE, _LOGOUT, CALLBACK)
 _SECRET = "login cookies"  # noqa: S105 - a name
 """Name of the secret in the catalog."""
 _LOGIN_SECONDS = 600
@@ -43,10 +47,12 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Tinkercloud</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>body{{font:1rem system-ui;max-width:44rem;margin:4rem auto;padding:0 1rem}}
 code{{display:block;padding:1rem;background:#eee;overflow-wrap:anywhere}}</style></head>
-<body><h1>Tinkercloud</h1>{body}</body></html>"""
-_START = """<form method="post" action=""><button>Log in</button></form>
+<body><main><h1>Tinkercloud</h1>{body}</main></body></html>"""
+_START = """<form method="post" action="login/console"><button>Open the console</button></form>
+<form method="post" action=""><p>For programs: <button>Get an API key</button></p></form>
 <form method="post" action="login/logout"><p>If a key was lost or copied:
 <button>End all keys from my logins</button></p></form>"""
 
@@ -65,7 +71,7 @@ class LoginPages:
         """
         logins = Logins(settings, public_url, server.catalog)
         secret = await server.catalog.shared_secret(_SECRET)
-        self._app = application(logins, server.auditing, secret, public_url)
+        self._app = application(logins, server.auditing, server.browsers, secret, public_url)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (the ASGI entry point)."""
@@ -73,12 +79,15 @@ class LoginPages:
         await self._app(scope, receive, send)
 
 
-def application(logins: Logins, auditing: Auditing, secret: str, public_url: str) -> Starlette:
+def application(
+    logins: Logins, auditing: Auditing, browsers: BrowserSessions, secret: str, public_url: str
+) -> Starlette:
     """Return the application below /login.
 
     Args:
         logins: talks to the provider.
         auditing: records logins and logouts.
+        browsers: opens sessions in the console.
         secret: signs the cookie; the same in all replicas.
         public_url: address of the server for browsers.
     """
@@ -87,32 +96,31 @@ def application(logins: Logins, auditing: Auditing, secret: str, public_url: str
     async def show(_request: Request) -> Response:
         return _page(_START)
 
-    async def start(request: Request, *, is_logout: bool) -> Response:
-        # A browser that does not say where a request comes from could have been sent by any site.
-        # It may start a login, whose key only its user sees, but end no keys.
-        unknown = "cross-site" if is_logout else "none"
-        if request.headers.get("sec-fetch-site", unknown) not in {"none", "same-origin"}:
-            return _failure(Forbidden("this starts on the page /login; open it in the browser"))
-        try:
-            answer = await logins.start(request, is_logout=is_logout)
-        except WireError as error:
-            return _failure(error)
-        answer.status_code = 303
-        return answer
+    async def start(request: Request, *, purpose: Purpose) -> Response:
+        return await _start(logins, request, purpose)
 
     async def finish(request: Request) -> Response:
         address = request.client.host if request.client else ""
         try:
-            outcome = await logins.finish(request)
-            if isinstance(outcome, str):
-                await auditing.record_logout(outcome, address)
-                await logins.end_keys(outcome)
-                return _ended(outcome)
-            key, row = outcome
-            await auditing.record_login(row, address)
+            return await answer_to(await logins.finish(request), address)
         except WireError as error:
             return _failure(error)
-        return _issued(key, row)
+
+    async def answer_to(outcome: Outcome, address: str) -> Response:
+        if outcome.issued is None:
+            await auditing.record_logout(outcome.owner, address)
+            await logins.end_keys(outcome.owner)
+            return _ended(outcome.owner)
+        key, row = outcome.issued
+        await auditing.record_login(row, address)
+        if outcome.purpose is Purpose.KEY:
+            return _issued(key, row)
+        opening = await browsers.with_key(key, address)
+        await auditing.record_console_login(opening.caller, address)
+        session = await browsers.open(opening, now())
+        answer = _opened(outcome.owner)
+        set_session(answer, session.token, is_https=is_https)
+        return answer
 
     cookie = Middleware(
         SessionMiddleware,
@@ -125,12 +133,27 @@ def application(logins: Logins, auditing: Auditing, secret: str, public_url: str
     return Starlette(
         routes=[
             Route(_LOGIN, show, methods=["GET"]),
-            Route(_LOGIN, partial(start, is_logout=False), methods=["POST"]),
-            Route(_LOGOUT, partial(start, is_logout=True), methods=["POST"]),
+            Route(_LOGIN, partial(start, purpose=Purpose.KEY), methods=["POST"]),
+            Route(_CONSOLE, partial(start, purpose=Purpose.CONSOLE), methods=["POST"]),
+            Route(_LOGOUT, partial(start, purpose=Purpose.LOGOUT), methods=["POST"]),
             Route(CALLBACK, finish, methods=["GET"]),
         ],
         middleware=[cookie],
     )
+
+
+async def _start(logins: Logins, request: Request, purpose: Purpose) -> Response:
+    # A browser that does not say where a request comes from could have been sent by any site.
+    # It may start a login, whose key only its user sees, but nothing else.
+    unknown = "none" if purpose is Purpose.KEY else "cross-site"
+    if request.headers.get("sec-fetch-site", unknown) not in {"none", "same-origin"}:
+        return _failure(Forbidden("this starts on the page /login; open it in the browser"))
+    try:
+        answer = await logins.start(request, purpose)
+    except WireError as error:
+        return _failure(error)
+    answer.status_code = 303
+    return answer
 
 
 def _issued(key: str, row: ApiKey) -> HTMLResponse:
@@ -141,6 +164,19 @@ def _issued(key: str, row: ApiKey) -> HTMLResponse:
         f"<code>{html.escape(key)}</code>"
         "<p>Set it as <b>TINKER_API_KEY</b>.</p>"
     )
+
+
+def _opened(owner: str) -> HTMLResponse:
+    """Return the page that leads to the console.
+
+    If the provider's answer were redirected, browsers would not send a cookie with SameSite=Strict.
+    """
+    page = _page(
+        f"<p>You are logged in as <b>{html.escape(owner)}</b>.</p>"
+        f'<p><a href="{CONSOLE}">Open the console</a></p>'
+    )
+    page.headers["Refresh"] = f"0; url={CONSOLE}"
+    return page
 
 
 def _ended(owner: str) -> HTMLResponse:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
 from typing import Any
 
 import httpx2
@@ -27,10 +28,10 @@ from starlette.responses import RedirectResponse
 
 from tinkercloud_api.access.auth import hash_key, least, new_key
 from tinkercloud_api.access.roles import Role
-from tinkercloud_api.catalog.access.user_rows import Login
+from tinkercloud_api.catalog.access.user_rows import Login, LoginKey
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.config.login_settings import OidcSettings
+from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unavailable
 from tinkercloud_protocol.wire.json_model import Name
 
@@ -46,11 +47,33 @@ _LEEWAY_SECONDS = 30
 _TIMEOUT_SECONDS = 10.0
 _REFETCH_SECONDS = 60.0
 """Minimum time between two refetches of the provider's keys because of a wrong signature."""
-_KEY_NAME = "login"
-_LOGOUT = "logout."
-"""How the state of a logout starts. Authlib accepts a state only if the browser's signed cookie has
-it, so the provider's answer to a login can't be used for a logout, or the reverse."""
 _NAMES: TypeAdapter[str] = TypeAdapter(Name)
+
+
+class Purpose(StrEnum):
+    """What an account authenticates for. The state of the flow starts with it.
+
+    Authlib accepts a state only if the browser's signed cookie has it, so the provider's answer for
+    one purpose can't be used for another.
+    """
+
+    KEY = "key"
+    """To see a new key."""
+    CONSOLE = "console"
+    """To use the console."""
+    LOGOUT = "logout"
+    """To end the keys of its logins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a browser has authenticated for."""
+
+    purpose: Purpose
+    owner: str
+    """The owner that the account is."""
+    issued: tuple[str, ApiKey] | None
+    """A new key, and its row; None for a logout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +85,8 @@ class Identity:
     name: str
     """The owner that it names."""
     role: Role
+    groups: frozenset[str]
+    """Its groups that can be members of projects."""
 
 
 def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
@@ -88,7 +113,8 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
         raise Forbidden(f"the provider has not verified the address {name!r} (email_verified)")
     ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]
     role = most(ranked) if ranked else Role.USER
-    return Identity(subject_of(claims, settings), name, role)
+    usable = frozenset(group for group in groups if _is_name(group))
+    return Identity(subject_of(claims, settings), name, role, usable)
 
 
 def subject_of(claims: Mapping[str, Any], settings: OidcSettings) -> str:
@@ -100,6 +126,14 @@ def _names(value: object) -> set[str]:
     """Return the groups that a claim names: a list, or one group."""
     named = value if isinstance(value, list) else [value]
     return {name for name in named if isinstance(name, str)}
+
+
+def _is_name(text: str) -> bool:
+    try:
+        _NAMES.validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 def most(roles: list[Role]) -> Role:
@@ -167,30 +201,30 @@ class Logins:
             },
         )
 
-    async def start(self, request: Request, *, is_logout: bool = False) -> RedirectResponse:
+    async def start(self, request: Request, purpose: Purpose) -> RedirectResponse:
         """Return a redirect to the provider; the session of the request keeps state and nonce.
 
         Args:
             request: the request of the browser.
-            is_logout: whether the account's keys are to end, rather than to become one more.
+            purpose: what the account is to authenticate for.
 
         Raises:
             Unavailable: the provider does not respond, or is not the configured one.
         """
         try:
             client = await self._provider()
-            state = (_LOGOUT if is_logout else "") + secrets.token_urlsafe(32)
+            state = f"{purpose}.{secrets.token_urlsafe(32)}"
             answer = await client.authorize_redirect(request, self._redirect_uri, state=state)
         except (httpx2.HTTPError, AuthlibBaseError, ValueError, RuntimeError) as error:
             raise _unavailable(error) from error
         assert isinstance(answer, RedirectResponse)  # noqa: S101 - what Authlib returns
         return answer
 
-    async def finish(self, request: Request) -> tuple[str, ApiKey] | str:
-        """Do for the account that the provider has authenticated what `start` was called for.
+    async def finish(self, request: Request) -> Outcome:
+        """Issue a key for the account that the provider has authenticated, if it logs in.
 
         Returns:
-            A new key, and its row; or the owner for whom `end_keys` is to be called.
+            What `start` was called for. After a logout, `end_keys` is to be called.
 
         Raises:
             InvalidRequest: the request does not belong to a login of this browser, or what the
@@ -198,19 +232,22 @@ class Logins:
             Forbidden: the account may not log in, or has never done so before it logs out.
             Unavailable: the provider does not respond.
         """
-        claims = await self._authenticated(request)
-        if request.query_params.get("state", "").startswith(_LOGOUT):
-            return await self._owner(subject_of(claims, self._settings))
-        return await self._issue(identify(claims, self._settings), now())
+        purpose, claims = await self._authenticated(request)
+        if purpose is Purpose.LOGOUT:
+            return Outcome(purpose, await self._owner(subject_of(claims, self._settings)), None)
+        name = LoginKey.CONSOLE if purpose is Purpose.CONSOLE else LoginKey.SHOWN
+        key, row = await self._issue(identify(claims, self._settings), name, now())
+        return Outcome(purpose, row.owner, (key, row))
 
     async def end_keys(self, owner: str) -> None:
         """Revoke all keys from logins of an owner, for the next request of all servers."""
-        await self._catalog.revoke_keys_named(owner, _KEY_NAME)
+        await self._catalog.revoke_login_keys(owner)
         log.info("logged out", owner=owner)
 
-    async def _authenticated(self, request: Request) -> Mapping[str, Any]:
-        """Return the claims of the account that the provider has authenticated."""
+    async def _authenticated(self, request: Request) -> tuple[Purpose, Mapping[str, Any]]:
+        """Return what an account has authenticated for at the provider, and its claims."""
         try:
+            purpose = Purpose(request.query_params.get("state", "").partition(".")[0])
             client = await self._provider()
             token = await client.authorize_access_token(
                 request, leeway=_LEEWAY_SECONDS, claims_options=self._claims()
@@ -232,7 +269,7 @@ class Logins:
         claims: Mapping[str, Any] | None = token.get("userinfo")
         if not claims:
             raise InvalidRequest("the provider sent no ID token; start again at /login")
-        return claims
+        return purpose, claims
 
     async def _owner(self, subject: str) -> str:
         """Return the owner of an account, even of one that may no longer log in."""
@@ -241,7 +278,9 @@ class Logins:
             raise Forbidden("the account has never logged in here, so that it has no keys to end")
         return owner
 
-    async def _issue(self, identity: Identity, moment: datetime) -> tuple[str, ApiKey]:
+    async def _issue(
+        self, identity: Identity, name: LoginKey, moment: datetime
+    ) -> tuple[str, ApiKey]:
         key = new_key()
         weaker = [role for role in Role if least(role, identity.role) is role]
         row = await self._catalog.log_in(
@@ -250,7 +289,8 @@ class Logins:
                 name=identity.name,
                 role=identity.role,
                 kept_roles=frozenset(weaker),
-                key_name=_KEY_NAME,
+                groups=identity.groups,
+                key_name=name,
                 key_hash=hash_key(key),
                 expires_at=moment + timedelta(days=self._settings.key_days),
             )

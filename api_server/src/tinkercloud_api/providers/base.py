@@ -10,6 +10,7 @@ from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
+from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
@@ -154,6 +155,10 @@ class SessionProvider(Protocol):
 
         None if that differs between runs.
         """
+        return None
+
+    def pool_of(self, model: ServedModel) -> PoolUse | None:
+        """Return what uses the pool of a model; None if its runs share none."""
         return None
 
     def shared_heads(self) -> list[HeadEndpoint]:

@@ -109,6 +109,7 @@ class BaseModels:
                 state=self._provider.state_of(model),
                 source=self._where.get(model.name) if is_admin else None,
                 runs=runs.get(model.name, 0),
+                pool=self._provider.pool_of(model),
             )
             for model in self._provider.models()
         ]

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 from tinkercloud_api.catalog.usage.stored_days import StoredBytes
 from tinkercloud_api.catalog.usage.usage_ledger import UsageTotal
-from tinkercloud_api.config.price_settings import ModelPrices, PriceSettings
+from tinkercloud_api.config.sections.price_settings import ModelPrices, PriceSettings
 from tinkercloud_protocol.responses.listings import BilledUsage
 
 _MILLION = Decimal(1_000_000)

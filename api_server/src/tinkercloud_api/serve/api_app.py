@@ -5,10 +5,10 @@
 /hf/...                  routes.models.hub_mirror: the tokenizer mirror
 /traces/...              routes.sessions.traces: traces of sessions, by signed URLs
 /downloads/...           routes.checkpoints.download_routes: files of checkpoints, by signed URLs
-/console                 console.console_pages: pages for browsers
+/console                 console: pages for browsers
 /healthz /readyz /livez  routes.health
 /openapi.json            serve.openapi: the API description
-/metrics                 web.middleware.metrics_server, on a port of its own
+/metrics                 web.middleware.MetricsServer, on a port of its own
 """
 
 from collections.abc import AsyncIterator
@@ -23,14 +23,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from tinkercloud_api.access import server_acts
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.access.auth import Authenticator, hash_key
+from tinkercloud_api.access.auth import Authenticator
 from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
-from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.runs.admission import RunQuotas
@@ -38,17 +36,22 @@ from tinkercloud_api.catalog.runs.logged_values import LoggedValues
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
-from tinkercloud_api.catalog.schema.connection import migrate, open_database
-from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.storage_quota import StorageQuota
-from tinkercloud_api.config import api_metrics
-from tinkercloud_api.config.settings import KEY_PREFIX, Settings
-from tinkercloud_api.console import console_pages
+from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.console import (
+    account_pages,
+    checkpoint_pages,
+    console_pages,
+    model_pages,
+    playground_pages,
+    program_pages,
+    usage_pages,
+)
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries
@@ -112,25 +115,24 @@ from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web import error_handlers
 from tinkercloud_api.web.long_polls import LongPolls
-from tinkercloud_api.web.middleware import metrics_server
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
-from tinkercloud_protocol.wire.future_responses import QueueState
 
 log = structlog.get_logger(__name__)
 
 _ROUTED = (
-    # The path of the search looks like a session's.
-    session_search_routes,
-    *(session_routes, session_usage, usage_routes, model_routes, unloading, tokenizers),
+    *(session_routes, session_search_routes),
+    *(session_usage, usage_routes, model_routes, unloading, tokenizers),
     base_model_routes,
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
     checkpoint_search,
-    *(console_pages, problem_routes),
+    *(console_pages, checkpoint_pages, account_pages, program_pages, usage_pages),
+    *(model_pages, playground_pages),
+    problem_routes,
     *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
 )
-"""Modules with the routes that FastAPI serves."""
+"""Modules with the routes that FastAPI serves, in any order: no request fits two of them."""
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
 _TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
@@ -177,20 +179,10 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, api: FastAPI) -> AsyncIterator[None]:
-        settings = self._settings
-        async with (
-            metrics_server(settings.host, settings.metrics_port, self._head_urls),
-            running_context(settings, self._provider, self.own_url) as self.context,
-        ):
+        opened = running_context(self._settings, self._provider, self.own_url, self._login)
+        async with opened as self.context:
             api.state.context = self.context
-            if settings.oidc is not None and settings.public_url is not None:
-                await self._login.open(self.context, settings.oidc, settings.public_url)
-            _measure(self.context)
             yield
-
-    def _head_urls(self) -> list[str]:
-        is_started = self.context is not None
-        return [head.url for head in self._provider.shared_heads()] if is_started else []
 
     def _running(self) -> Context:
         assert self.context is not None  # noqa: S101 - requests arrive after startup
@@ -199,20 +191,21 @@ class Application:
 
 @asynccontextmanager
 async def running_context(
-    settings: Settings, provider: SessionProvider, own_url: str = "http://127.0.0.1:8000"
+    settings: Settings,
+    provider: SessionProvider,
+    own_url: str = "http://127.0.0.1:8000",
+    login: login_pages.LoginPages | None = None,
 ) -> AsyncIterator[Context]:
-    """Open the components of a server for the duration of the context.
-
-    `own_url` is the URL of the server for programs.
-    """
-    engine, catalog, audit_log = await _open_catalog(settings)
+    """Open the components of a server, whose URL for programs is `own_url`, and its login pages."""
+    opened = await assembly.opened(settings)
+    engine, catalog, audit_log = opened.engine, opened.catalog, opened.audit_log
     client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
     store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
     locator = HeadLocator(catalog, checkpoints, provider, client, admission)
     stored_runs = _stored_runs(settings, catalog, checkpoints, objects)
-    authenticator = Authenticator(catalog, activity.use_key, await _tokens(catalog))
+    authenticator = await _authenticator(catalog, audit_log, activity)
     programs = _programs(
         settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
@@ -252,21 +245,16 @@ async def running_context(
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
-    try:
-        async with assembly.running(assembly.Server(context, admission, started_at=now())):
-            yield context
-    finally:
-        await client.close()
-        await catalog.close()
+    served = assembly.server_of(context, admission, client, login or login_pages.LoginPages())
+    async with assembly.running(served):
+        yield context
 
 
-async def _open_catalog(settings: Settings) -> tuple[AsyncEngine, Catalog, AuditLog]:
-    engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog, audit_log = Catalog(engine), AuditLog(engine)
-    await server_acts.record_settings(audit_log, settings)
-    await register_bootstrap_key(catalog, audit_log, settings)
-    return engine, catalog, audit_log
+async def _authenticator(
+    catalog: Catalog, audit_log: AuditLog, activity: Activity
+) -> Authenticator:
+    restored = await audit_log.restored_backup()
+    return Authenticator(catalog, activity.use_key, await _tokens(catalog), restored)
 
 
 def _samplers(
@@ -361,51 +349,3 @@ def _program_runner(settings: Settings, provider: SessionProvider) -> ProgramRun
     if isinstance(provider, KubernetesProvider):
         return KubernetesPrograms(provider)
     return LocalPrograms(settings.state_dir.absolute() / "programs", settings.programs)
-
-
-async def register_bootstrap_key(catalog: Catalog, audit_log: AuditLog, settings: Settings) -> None:
-    """Register the configured bootstrap key, if any, and revoke the one that it replaces."""
-    if settings.bootstrap_key is None:
-        return
-    key = settings.bootstrap_key.get_secret_value()
-    if not key.startswith(KEY_PREFIX):
-        log.warning(
-            "the Tinker SDK rejects the configured bootstrap key before it sends a request; other"
-            " clients can use it",
-            accepted_by_the_sdk=f"keys that start with {KEY_PREFIX!r}",
-        )
-    known = await catalog.key(hash_key(key))
-    entry = None
-    if known is None or not known.is_bootstrap:
-        entry = await server_acts.begin_key(audit_log, "setting bootstrap_key")
-    row, replaced = await catalog.add_bootstrap_key(
-        key_hash=hash_key(key),
-        name="bootstrap",
-        owner="bootstrap",
-        role=Role.ADMIN,
-    )
-    if entry is not None:
-        await server_acts.finish_key(audit_log, entry, row, list(replaced))
-    if not row.is_valid(now()):
-        log.warning(
-            "the configured bootstrap key was revoked or has expired and stays rejected; configure"
-            " a new one",
-            key_id=row.id,
-        )
-    for key_id in replaced:
-        log.warning(
-            "the configured bootstrap key replaces an earlier one, which was revoked",
-            revoked_key_id=key_id,
-        )
-
-
-def _measure(context: Context) -> None:
-    """Register the gauges that are computed when Prometheus scrapes them."""
-    api_metrics.LONG_POLLS.set_function(context.long_polls.__len__)
-    for state in api_metrics.QUEUE_STATES:
-        waiting = api_metrics.WAITING_RUNS.labels(state)
-        waiting.set_function(partial(_count_waiting, context.locator, state))
-
-
-def _count_waiting(locator: HeadLocator, state: QueueState) -> int:
-    return locator.pending_counts()[state]

@@ -1,4 +1,4 @@
-"""What a running server consists of: middleware, steps of startup and shutdown, periodic tasks.
+"""What a running server consists of: middleware, startup, periodic tasks and shutdown.
 
 `api_app` runs the server from these lists, and a test compares them with a running server.
 """
@@ -8,24 +8,32 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import aiohttp
 import structlog
+from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.routing import BaseRoute
 from starlette.types import ASGIApp
 
+from tinkercloud_api.access import server_acts
+from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.schema import connection
 from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import api_metrics
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.head_reports import HeadReports
 from tinkercloud_api.heads.run_admission import RunAdmission
+from tinkercloud_api.login.login_pages import LoginPages
 from tinkercloud_api.routes.account import session_usage
 from tinkercloud_api.serve.hot_paths import HotPaths
 from tinkercloud_api.serve.hot_routes import EXACT_PATHS, JSON
 from tinkercloud_api.web.middleware import (
     BodyLimitMiddleware,
     MetricsMiddleware,
+    MetricsServer,
     RequestIdMiddleware,
     ShortPathMiddleware,
 )
@@ -41,6 +49,18 @@ _REPORT_SECONDS = 10.0
 _UP_FOR_EXPIRY = timedelta(days=1)
 """Time that clients have to reconnect after a server start before their sessions can expire."""
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The catalog of a server that has no other components yet."""
+
+    settings: Settings
+    engine: AsyncEngine
+    catalog: Catalog
+    audit_log: AuditLog
+
 
 @dataclass(frozen=True, slots=True)
 class Server:
@@ -48,16 +68,20 @@ class Server:
 
     context: Context
     admission: RunAdmission
+    client: aiohttp.ClientSession
+    """For requests to heads."""
+    login: LoginPages
+    metrics: MetricsServer
     started_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Step(Generic[T]):
     """Something that a server does once, periodically, or for as long as it runs."""
 
     name: str
     """In logs, and of an asyncio task in `TASKS`."""
-    run: Callable[[Server], Coroutine[Any, Any, None]]
+    run: Callable[[T], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +127,7 @@ async def _forget_curves(server: Server) -> None:
     await context.points.forget(now() - timedelta(days=context.settings.curve_days))
 
 
-HOUSEKEEPING = (
+HOUSEKEEPING: tuple[Step[Server], ...] = (
     Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
     Step("count sessions", _count_sessions),
     Step("expire sessions", _expire_sessions),
@@ -117,7 +141,7 @@ HOUSEKEEPING = (
     Step("measure storage", lambda s: s.context.billing.measure(hour_of(now()) // 24)),
 )
 """Periodic steps, every `Settings.housekeeping_seconds`, one after another."""
-CARE_FOR_HEADS = (
+CARE_FOR_HEADS: tuple[Step[Server], ...] = (
     Step("suspend inactive models", lambda s: s.context.shared_heads.suspend_inactive(now())),
     Step("drop unclaimed models", lambda s: s.context.shared_heads.drop_orphans(now())),
 )
@@ -136,7 +160,7 @@ async def _care_for_heads(server: Server) -> None:
     await _repeat(CARE_FOR_HEADS, server, period.total_seconds())
 
 
-async def _repeat(steps: Sequence[Step], server: Server, pause_seconds: float) -> None:
+async def _repeat(steps: Sequence[Step[Server]], server: Server, pause_seconds: float) -> None:
     """Run steps periodically. The next one runs even if one fails."""
     while True:
         for step in steps:
@@ -148,12 +172,28 @@ async def _repeat(steps: Sequence[Step], server: Server, pause_seconds: float) -
         await asyncio.sleep(pause_seconds)
 
 
-TASKS = (
+TASKS: tuple[Step[Server], ...] = (
     Step("housekeeping", _run_housekeeping),
     Step("care for heads", _care_for_heads),
     Step("follow ended runs", lambda s: s.admission.follow()),
 )
 """What runs as long as the server, alongside the requests. Components have tasks of their own."""
+
+
+OPENING: tuple[Step[Opened], ...] = (
+    Step("migrate the catalog", lambda o: connection.migrate(o.engine)),
+    Step("record settings", lambda o: server_acts.record_settings(o.audit_log, o.settings)),
+    Step(
+        "register the bootstrap key",
+        lambda o: server_acts.register_bootstrap_key(o.catalog, o.audit_log, o.settings),
+    ),
+)
+"""Steps before the components exist, as these read the catalog; in order."""
+
+
+async def _serve_metrics(server: Server) -> None:
+    settings = server.context.settings
+    await server.metrics.start(settings.host, settings.metrics_port)
 
 
 async def _start_heads(server: Server) -> None:
@@ -163,6 +203,17 @@ async def _start_heads(server: Server) -> None:
 
 async def _start_deliveries(server: Server) -> None:
     server.context.deliveries.start()
+
+
+async def _open_logins(server: Server) -> None:
+    settings = server.context.settings
+    if settings.oidc is not None and settings.public_url is not None:
+        await server.login.open(server.context, settings.oidc, settings.public_url)
+
+
+async def _measure(server: Server) -> None:
+    context = server.context
+    api_metrics.measure(context.long_polls.__len__, context.locator.pending_counts)
 
 
 async def _report_lost(server: Server) -> None:
@@ -176,14 +227,17 @@ async def _report_lost(server: Server) -> None:
         )
 
 
-STARTUP = (
+STARTUP: tuple[Step[Server], ...] = (
+    Step("serve the metrics", _serve_metrics),
     Step("start the session heads", _start_heads),
     Step("serve the added models", lambda s: s.context.base_models.start()),
     Step("start deliveries", _start_deliveries),
     Step("start the programs", lambda s: s.context.programs.start()),
+    Step("open the logins", _open_logins),
+    Step("compute gauges", _measure),
 )
 """Steps before the first request, in order; `TASKS` start after them."""
-SHUTDOWN = (
+SHUTDOWN: tuple[Step[Server], ...] = (
     Step("end the downloads of models", lambda s: s.context.base_models.stop()),
     Step("stop deliveries", lambda s: s.context.deliveries.stop()),
     Step("stop the programs", lambda s: s.context.programs.stop()),
@@ -192,6 +246,33 @@ SHUTDOWN = (
     Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
 )
 """Steps after the last request and after the end of `TASKS`, in order."""
+CLOSING: tuple[Step[Server], ...] = (
+    Step("close the connections to heads", lambda s: s.client.close()),
+    Step("close the catalog", lambda s: s.context.catalog.close()),
+    Step("stop serving the metrics", lambda s: s.metrics.stop()),
+)
+"""Steps after `SHUTDOWN`, in order, which also a server takes whose startup has failed."""
+
+
+async def opened(settings: Settings) -> Opened:
+    """Open the catalog of a server.
+
+    Raises:
+        Unavailable: the database does not respond.
+    """
+    engine = connection.open_database(settings.catalog_url)
+    server = Opened(settings, engine, Catalog(engine), AuditLog(engine))
+    for step in OPENING:
+        await step.run(server)
+    return server
+
+
+def server_of(
+    context: Context, admission: RunAdmission, client: aiohttp.ClientSession, login: LoginPages
+) -> Server:
+    """Return a server that has these components and starts now."""
+    metrics = MetricsServer(lambda: [head.url for head in context.provider.shared_heads()])
+    return Server(context, admission, client, login, metrics, started_at=now())
 
 
 @asynccontextmanager
@@ -200,17 +281,24 @@ async def running(server: Server) -> AsyncIterator[None]:
 
     The next step of the shutdown runs even if one fails, as on a full disk.
     """
-    for step in STARTUP:
-        await step.run(server)
-    tasks = [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
     try:
-        yield
+        for step in STARTUP:
+            await step.run(server)
+        tasks = [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await _stop(SHUTDOWN, server)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for step in SHUTDOWN:
-            try:
-                await step.run(server)
-            except (WireError, OSError) as error:
-                log.warning("a step of the shutdown failed", step=step.name, reason=str(error))
+        await _stop(CLOSING, server)
+
+
+async def _stop(steps: Sequence[Step[Server]], server: Server) -> None:
+    for step in steps:
+        try:
+            await step.run(server)
+        except (WireError, OSError) as error:
+            log.warning("a step of the shutdown failed", step=step.name, reason=str(error))

@@ -15,7 +15,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.console.console_pages import failure, session_token
+from tinkercloud_api.console.pages import failure
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
@@ -34,6 +34,7 @@ from tinkercloud_api.web.asgi_http import (
     respond_error,
 )
 from tinkercloud_api.web.error_handlers import allowed_methods
+from tinkercloud_api.web.session_cookie import session_token
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send, error_headers, respond
@@ -83,23 +84,24 @@ class HotPaths:
             return
         discard = DISCARD_WITHOUT_KEY if principal is None else DISCARD
         receive, send = drain_body(scope, receive, send, discard)
+        served = routes_at(scope["path"])
         if principal is not None:
             try:
-                effect = self._effects.of(scope["method"], scope["path"])
+                effect = self._effects.of(scope["method"], scope["path"], served.by_method)
                 principal = principal.requesting(scope["method"], scope["path"], effect)
                 scope["principal"] = principal
                 send = await self._server().auditing.recorded(effect, principal, scope, send)
             except WireError as error:
                 await _respond_error(scope, send, error)
                 return
-        route = self._route(scope)
+        route = self._route(scope, served.by_method)
         if route is None or principal is None:
             _declare_json(scope)
             await self._app(scope, receive, send)
             return
         server = self._server()
         request = HotRequest(scope, receive, route.limit.max_bytes(server.settings))
-        call = Call(server, request, send, principal)
+        call = Call(server, request, send, principal, served.recorded)
         try:
             await route.handler(call)
         except WireError as error:
@@ -131,7 +133,8 @@ class HotPaths:
         authenticator = self._server().authenticator
         key = key_of(scope["headers"])
         address = (scope.get("client") or ("",))[0]
-        if key is None or authenticator.has_known(key):
+        is_limited = authentication.limits_failed_logins
+        if not is_limited or key is None or authenticator.has_known(key):
             return await authenticator.principal(key)
         return await self._throttle.holder(address, lambda: authenticator.principal(key))
 
@@ -147,11 +150,10 @@ class HotPaths:
         scope["browser"] = session
         return session.caller
 
-    def _route(self, scope: Scope) -> HotRoute | None:
+    def _route(self, scope: Scope, served: Mapping[str, HotRoute]) -> HotRoute | None:
         """Return the route of a request, or None for requests that the application serves."""
         method: str = scope["method"]
         path: str = scope["path"]
-        served = routes_at(path)
         if (route := served.get(method)) is not None:
             return route
         if path.startswith(chat_errors.PREFIXES):

@@ -3,7 +3,7 @@
 A dictionary finds most of them. `route_table` lists them with those of FastAPI.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from pydantic import BaseModel
@@ -37,6 +37,7 @@ from tinkercloud_protocol.requests.training_requests import (
 )
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import recorded_paths, routes
+from tinkercloud_protocol.wire.recorded_paths import RecordedPath
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,10 @@ class HotRoute:
     handler: Handler
     summary: str | None = None
     """In the OpenAPI document; None: it is not in there."""
-    matches: Callable[[str], bool] | None = None
-    """Whether a path fits the pattern; None if `path` is no pattern."""
+    prefix: str | None = None
+    """Begins all paths that fit the pattern, if `path` is one."""
+    recorded_action: str | None = None
+    """What paths of recorded sessions end with that fit the pattern, if `path` is one."""
     body: type[BaseModel] | None = None
     """The body, if it is neither a batch nor that of a chat client."""
     takes_key: bool = False
@@ -85,16 +88,13 @@ class SampleOfWeights(SampleRequest, NamedWeights):
     """POST asample and sample: `sampling_session_id`, or one of the fields that name weights."""
 
 
-def _below(prefix: str) -> Callable[[str], bool]:
-    return lambda path: path.startswith(prefix)
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served at a path outside FastAPI."""
 
-
-def _recorded(action: str) -> Callable[[str], bool]:
-    def matches(path: str) -> bool:
-        found = recorded_paths.parse(path)
-        return found is not None and found.action == action
-
-    return matches
+    by_method: Mapping[str, HotRoute]
+    recorded: RecordedPath | None = None
+    """The parts of the path, if it is that of a recorded session."""
 
 
 _in_order = training_routes.in_order
@@ -230,7 +230,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         READS,
         chat_routes.openai_model,
         "Look up a model",
-        matches=_below(routes.OPENAI_MODELS + "/"),
+        prefix=routes.OPENAI_MODELS + "/",
     ),
     HotRoute(
         "POST", routes.OPENAI_CHAT, CHAT, WORKS, chat_routes.forward, "Create a chat completion"
@@ -261,7 +261,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         READS,
         chat_routes.show_recorded,
         "Describe a recorded session",
-        matches=_recorded(""),
+        recorded_action="",
     ),
     HotRoute(
         "GET",
@@ -270,7 +270,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         READS,
         chat_routes.forward_recorded,
         "List the model of a recorded session",
-        matches=_recorded(recorded_paths.MODELS),
+        recorded_action=recorded_paths.MODELS,
     ),
     HotRoute(
         "POST",
@@ -279,7 +279,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         WORKS,
         chat_routes.forward_recorded,
         "Create a chat completion, and record it",
-        matches=_recorded(recorded_paths.CHAT),
+        recorded_action=recorded_paths.CHAT,
     ),
     HotRoute(
         "GET",
@@ -288,7 +288,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         READS,
         chat_routes.forward_recorded,
         "Return recorded turns as training data",
-        matches=_recorded(recorded_paths.DATUMS),
+        recorded_action=recorded_paths.DATUMS,
     ),
     HotRoute(
         "DELETE",
@@ -297,7 +297,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         changes("recorded_session_delete"),
         chat_routes.delete_recorded,
         "Delete a recorded session",
-        matches=_recorded(""),
+        recorded_action="",
     ),
     HotRoute(
         "GET",
@@ -314,7 +314,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         READS,
         chat_routes.anthropic_model,
         "Look up a model",
-        matches=_below(routes.ANTHROPIC_MODELS + "/"),
+        prefix=routes.ANTHROPIC_MODELS + "/",
     ),
     HotRoute(
         "POST", routes.ANTHROPIC_MESSAGES, CHAT, WORKS, chat_routes.forward, "Create a message"
@@ -334,7 +334,7 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         changes("checkpoint_import"),
         importing.receive_file,
         "Upload the weights of an adapter",
-        matches=_below(importing.UPLOADS),
+        prefix=importing.UPLOADS,
     ),
     HotRoute(
         "PUT",
@@ -342,24 +342,41 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         UPLOAD,
         changes("checkpoint_import"),
         importing.receive_file,
-        matches=_below(upload_urls.PREFIX),
+        prefix=upload_urls.PREFIX,
     ),
 )
 """All routes outside FastAPI, as `route_table` lists them."""
-EXACT_PATHS = frozenset(route.path for route in HOT_ROUTES if route.matches is None)
-_EXACT: Mapping[str, Mapping[str, HotRoute]] = {
-    path: {route.method: route for route in HOT_ROUTES if route.path == path}
-    for path in EXACT_PATHS
+EXACT_PATHS = frozenset(
+    route.path for route in HOT_ROUTES if route.prefix is None and route.recorded_action is None
+)
+
+
+def _by_method(found: Iterable[HotRoute]) -> Served:
+    return Served({route.method: route for route in found})
+
+
+_EXACT: Mapping[str, Served] = {
+    path: _by_method(route for route in HOT_ROUTES if route.path == path) for path in EXACT_PATHS
 }
-_PATTERNS = tuple(route for route in HOT_ROUTES if route.matches is not None)
+_BELOW: Mapping[str, Served] = {
+    prefix: _by_method(route for route in HOT_ROUTES if route.prefix == prefix)
+    for prefix in {route.prefix for route in HOT_ROUTES if route.prefix is not None}
+}
+_RECORDED: Mapping[str, Mapping[str, HotRoute]] = {
+    action: _by_method(route for route in HOT_ROUTES if route.recorded_action == action).by_method
+    for action in {each.recorded_action for each in HOT_ROUTES if each.recorded_action is not None}
+}
 _WITH_PATTERNS = (*chat_errors.PREFIXES, importing.UPLOADS, upload_urls.PREFIX)
 """Prefixes of all paths that fit a pattern."""
+_NOTHING = Served({})
 
 
-def routes_at(path: str) -> Mapping[str, HotRoute]:
-    """Return the routes at a path by method; none if FastAPI serves it, or nothing does."""
+def routes_at(path: str) -> Served:
+    """Return the routes at a path; none if FastAPI serves it, or nothing does."""
     if (exact := _EXACT.get(path)) is not None:
         return exact
     if not path.startswith(_WITH_PATTERNS):
-        return {}
-    return {route.method: route for route in _PATTERNS if route.matches and route.matches(path)}
+        return _NOTHING
+    if (recorded := recorded_paths.parse(path)) is not None:
+        return Served(_RECORDED.get(recorded.action, {}), recorded)
+    return next((found for prefix, found in _BELOW.items() if path.startswith(prefix)), _NOTHING)

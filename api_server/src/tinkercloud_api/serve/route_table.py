@@ -5,7 +5,7 @@ rights of callers, the audit log, the OpenAPI document, the metrics and the test
 owners follow from the table. `make routes` prints it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -35,6 +35,11 @@ class Authentication(StrEnum):
     """At the OpenID provider, by the handler."""
     NONE = "none"
     """Everybody may call it."""
+
+    @property
+    def limits_failed_logins(self) -> bool:
+        """Whether an address may send only so many unknown keys or cookies."""
+        return self in {Authentication.KEY, Authentication.BROWSER}
 
 
 AREAS: tuple[tuple[str, Authentication], ...] = (
@@ -121,17 +126,16 @@ class Effects:
                 continue
             if "{" not in row.path:
                 self._exact.setdefault(row.path, {})[row.method] = row.effect
-            elif row.hot is not None and row.hot.matches is not None:
-                self._patterns.append((row.hot.matches, row))
-            else:
+            elif row.hot is None:
                 self._patterns.append((compile_path(row.path)[0].match, row))
 
-    def of(self, method: str, path: str) -> Effect:
-        """Return what a request does."""
+    def of(self, method: str, path: str, hot: Mapping[str, HotRoute]) -> Effect:
+        """Return what a request does; `hot` are the routes outside FastAPI at its path."""
         if method in effects.SAFE_METHODS:
             return READS
         if (found := self._exact.get(path)) is None:
-            found = {}
+            kept = (each for each in hot.values() if each.method not in effects.SAFE_METHODS)
+            found = {each.method: each.effect for each in kept}
             for matches, row in self._patterns:
                 if matches(path):
                     found.setdefault(row.method, row.effect)

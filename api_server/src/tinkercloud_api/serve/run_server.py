@@ -8,6 +8,7 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -46,6 +47,9 @@ log = structlog.get_logger(__name__)
 
 _GRACE_SECONDS = 10
 
+Waiting = Callable[[str], AbstractContextManager[None]]
+"""Returns a context that shows a clause, such as `loading the program`, while it lasts."""
+
 
 class PortTakenError(Exception):
     """The address is not available, for example because another program listens on it."""
@@ -72,10 +76,14 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def run(settings: Settings) -> None:
+def run(settings: Settings, waiting: Waiting) -> None:
     """Serve until stopped.
 
     SIGINT and SIGTERM stop the server and its session heads; SIGHUP restarts the server.
+
+    Args:
+        settings: the settings.
+        waiting: is used for each part of the start that may take long.
 
     Raises:
         PortTakenError: the port is not available.
@@ -90,16 +98,17 @@ def run(settings: Settings) -> None:
     bound = settings.max_connections or connections.default_bound(descriptors.raise_limit())
     provider = _provider(settings)
     served = provider.models() if settings.provider == "local" else []
-    _check_versions(settings)
-    _make_state_folder(settings)
-    preflight.check(settings, {each.name: each.local_path or "" for each in served})
+    with waiting(f"checking models and state in {settings.state_dir.absolute()}"):
+        _check_versions(settings)
+        _make_state_folder(settings)
+        preflight.check(settings, {each.name: each.local_path or "" for each in served})
     app = Application(settings, provider)
     listener = _listen(settings)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):
         _record_settings(settings)
         preflight.check_metrics_port(settings)
-        asyncio.run(_print_welcome(settings, listener.getsockname()[1]))
+        asyncio.run(_print_welcome(settings, listener.getsockname()[1], waiting))
         config = uvicorn.Config(
             app,
             loop="auto",
@@ -199,16 +208,16 @@ def _listen(settings: Settings) -> socket.socket:
     return listener
 
 
-async def _print_welcome(settings: Settings, port: int) -> None:
+async def _print_welcome(settings: Settings, port: int, waiting: Waiting) -> None:
     """Create the first API key if there is none, and print how to connect.
 
     On Kubernetes no key is created, because the output of pods is usually collected as logs.
     """
     engine = open_database(settings.catalog_url)
-    await migrate(engine)
-    catalog = Catalog(engine)
-    key = None
-    await _warn_of_lost_catalog(settings, catalog)
+    catalog, key = Catalog(engine), None
+    with waiting("opening the catalog and the checkpoint store"):
+        await migrate(engine)
+        await _warn_of_lost_catalog(settings, catalog)
     keys = await catalog.keys()
     has_keys = settings.bootstrap_key is not None or bool(keys)
     if settings.bootstrap_key is None and keys and not any(each.is_valid(now()) for each in keys):

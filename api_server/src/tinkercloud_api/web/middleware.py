@@ -3,8 +3,7 @@
 /metrics is served on a port of its own, apart from the API's, so that no ingress can expose it.
 """
 
-from collections.abc import AsyncIterator, Callable, Collection, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, MutableMapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -161,41 +160,37 @@ class MetricsMiddleware:
         return getattr(scope.get("route"), "path", _UNKNOWN_ROUTE)
 
 
-@asynccontextmanager
-async def metrics_server(
-    host: str, port: int | None, heads: Callable[[], Sequence[str]]
-) -> AsyncIterator[None]:
-    """Serve /metrics and /heads for the duration of the context.
+class MetricsServer:
+    """Serves /metrics and /heads.
 
     /heads lists the session heads for Prometheus (`http_sd_configs`): their ports change.
-
-    Args:
-        host: address to listen on.
-        port: port to listen on; None: nothing is served.
-        heads: returns the URLs of the running heads.
-
-    Raises:
-        OSError: the port is not available.
     """
-    if port is None:
-        yield
-        return
-    app = web.Application()
-    app.router.add_get("/metrics", _metrics)
 
-    async def targets(_request: web.Request) -> web.Response:
-        found = [str(url).partition("://")[2] for url in heads()]
+    def __init__(self, heads: Callable[[], Sequence[str]]) -> None:
+        """Prepare the server; `heads` returns the URLs of the running heads."""
+        self._heads = heads
+        app = web.Application()
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/heads", self._targets)
+        self._runner = web.AppRunner(app, access_log=None)
+
+    async def start(self, host: str, port: int | None) -> None:
+        """Listen on a port; None: nothing is served.
+
+        Raises:
+            OSError: the port is not available.
+        """
+        if port is not None:
+            await self._runner.setup()
+            await web.TCPSite(self._runner, host, port).start()
+
+    async def stop(self) -> None:
+        """Stop listening, if it does."""
+        await self._runner.cleanup()
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _targets(self, _request: web.Request) -> web.Response:
+        found = [url.partition("://")[2] for url in self._heads()]
         return web.json_response([{"targets": found}])
-
-    app.router.add_get("/heads", targets)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        yield
-    finally:
-        await runner.cleanup()
-
-
-async def _metrics(_request: web.Request) -> web.Response:
-    return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})

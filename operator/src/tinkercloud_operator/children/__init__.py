@@ -1,1 +1,1 @@
-"""Builders of a session's children: pure functions from the session's resolved to manifests."""
+"""Builders of a session's children: pure functions from a resolved spec to manifests."""

@@ -18,7 +18,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import ADAPTER_SLOTS, EnginesShape, ExternalServers
+from tinkercloud_crds.pods.shapes import ADAPTER_SLOTS, EnginesShape, ExternalServers
 from tinkercloud_operator.children.pods import (
     CLEAR_SHARED_MEMORY,
     OUTLIVE_HEAD,

@@ -10,8 +10,8 @@ from typing import Any
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.placement import Placement, TopologyAffinity
-from tinkercloud_crds.shapes import Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.pods.placement import Placement, TopologyAffinity
+from tinkercloud_crds.pods.shapes import Resources, SamplerShape, TrainerShape
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import ResolvedSpec
 

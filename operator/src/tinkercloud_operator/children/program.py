@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.program_fields import Program, Programs
+from tinkercloud_crds.pods.program_fields import Program, Programs
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.children.pods import CA_FOLDER, Json, ca_variables, pod_security
 from tinkercloud_operator.children.support_objects import DNS_PORTS

@@ -12,7 +12,7 @@ by deleting its RayCluster.
 """
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import OBJECT_STORE_SHARE, Resources, SamplerShape, TrainerShape
+from tinkercloud_crds.pods.shapes import OBJECT_STORE_SHARE, Resources, SamplerShape, TrainerShape
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (

@@ -13,7 +13,7 @@ from typing import Any
 
 from tinkercloud_crds.names import Names
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 
 
 def secret_marker(secret: Manifest, uid: str) -> dict[str, Any]:

@@ -1,7 +1,12 @@
 """The objects that pods depend on: Service, Secret, configuration, policies, claims."""
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.shapes import JOURNAL_SHARE, JOURNALS_SHARE, WHOLE_MODEL_SHARE, TrainerShape
+from tinkercloud_crds.pods.shapes import (
+    JOURNAL_SHARE,
+    JOURNALS_SHARE,
+    WHOLE_MODEL_SHARE,
+    TrainerShape,
+)
 from tinkercloud_operator.children import engines
 from tinkercloud_operator.children.pods import (
     GPU_CLAIM,

@@ -30,7 +30,7 @@ from tinkercloud_operator.run.pool.pool_runner import Pools
 from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_operator.run.pool.tenant_runner import Tenants
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import Answers, Node, Observed, Platform, PoolPlace
+from tinkercloud_operator.spec.observed import Answers, Node, Observed, Platform, PoolPlace
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,8 @@ Ready: this replica is on standby, or leads and has completed the initial list. 
 response contains the reason.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from time import monotonic
 
 from aiohttp import web
@@ -49,9 +50,8 @@ class Probes:
     async def serve(self) -> web.AppRunner:
         """Start the server; the runner's `cleanup` stops it."""
         app = web.Application()
-        app.router.add_get("/livez", self._live)
-        app.router.add_get("/readyz", self._ready)
-        app.router.add_get("/metrics", self._metrics)
+        for path, handler in ROUTES.items():
+            app.router.add_get(path, partial(handler, self))
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, self._settings.probe_host, self._settings.probe_port).start()
@@ -70,6 +70,14 @@ class Probes:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+ROUTES: Mapping[str, Callable[[Probes, web.Request], Awaitable[web.Response]]] = {
+    "/livez": Probes._live,
+    "/readyz": Probes._ready,
+    "/metrics": Probes._metrics,
+}
+"""All routes of the operator, for GET and for everybody; `make routes` prints them."""
 
 
 def _unavailable(why: str) -> web.Response:

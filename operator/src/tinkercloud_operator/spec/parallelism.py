@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 
 from tinkercloud_crds.base_model import BaseModelSpec
-from tinkercloud_crds.shapes import Planning, TrainerShape
+from tinkercloud_crds.pods.shapes import Planning, TrainerShape
 from tinkercloud_planning import families
 from tinkercloud_planning.architecture import Architecture
 from tinkercloud_planning.gpus import Fleet, Gpu, gpu

@@ -12,14 +12,14 @@ from pydantic import ValidationError
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, Limits, SessionPolicy
-from tinkercloud_crds.shapes import TrainerShape
+from tinkercloud_crds.pods.shapes import TrainerShape
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import (
     Rejection,
     ResolvedSpec,
     missing_fields,
     trains_whole_model,
 )
-from tinkercloud_operator.spec.snapshot import Observed
 
 _NAMED_CHANGES = 8
 """Maximum number of changes named in a message."""

@@ -3,7 +3,7 @@
 import functools
 
 from tinkercloud_crds.base_model import DEFAULT_SLOTS, BaseModelSpec, Pool
-from tinkercloud_crds.shapes import TrainerShape
+from tinkercloud_crds.pods.shapes import TrainerShape
 from tinkercloud_operator.spec.parallelism import plan_slots
 from tinkercloud_planning.refusal import DoesNotFit
 from tinkercloud_planning.search import Engine

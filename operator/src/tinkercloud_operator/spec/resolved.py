@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason
-from tinkercloud_crds.extras import ExtendedResource, total
-from tinkercloud_crds.placement import Placement, RolePlacement
-from tinkercloud_crds.shapes import (
+from tinkercloud_crds.pods.extras import ExtendedResource, total
+from tinkercloud_crds.pods.placement import Placement, RolePlacement
+from tinkercloud_crds.pods.shapes import (
     Idle,
     Planning,
     Resources,

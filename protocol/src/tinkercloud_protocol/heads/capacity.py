@@ -40,11 +40,6 @@ class HeadCapacity:
     """Bytes for one model on the device if all that can leave had left it: a larger one is not
     admitted. None if no model can leave."""
 
-    @property
-    def max_models(self) -> int | None:
-        """How many models of the largest size fit at the same time; None without a model."""
-        return self.models + self.free_bytes // self.model_bytes if self.model_bytes else None
-
     def more_of(self, size: int, before: int = 0) -> int:
         """Return how many more models of a size would be admitted, one after another.
 
@@ -61,11 +56,19 @@ class HeadCapacity:
             return 0
         if self.swap_bytes is None:
             return MOST_REPORTED
-        # Without moments, a new model counts with its gradient twice.
-        at_first = size + size // 4
+        at_first = bytes_at_first(size)
         beyond = self.swap_bytes - swapped_bytes(0, max(at_first, self.model_bytes))
         room = self.with_idle_bytes + max(0, beyond)
         return _within(room - before - (at_first - size), size)
+
+
+def bytes_at_first(size: int) -> int:
+    """Return the bytes that a new model counts with if it takes `size` bytes with its moments.
+
+    A quarter of them is its gradient. Until the model has moments, that counts twice: once as it
+    is allocated, and once in what the model will still allocate.
+    """
+    return size + size // 4
 
 
 def swapped_bytes(excess: int, largest: int) -> int:

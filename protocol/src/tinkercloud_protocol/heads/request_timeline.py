@@ -22,6 +22,9 @@ class Span(BaseModel):
     """When it was its turn."""
     finished: float
     """When its result was there; of a save, when the state was captured."""
+    tokens: int = 0
+    """Tokens that were computed for it: trained, forward, of prompts without cached ones, sampled;
+    0 from a head that does not count them."""
 
 
 class Timeline(BaseModel):

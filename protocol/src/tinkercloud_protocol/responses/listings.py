@@ -67,6 +67,21 @@ class SupportedModel(Answer):
     where each run has a session head of its own."""
 
 
+class PoolUse(Answer):
+    """The clusters that the runs of a base model share, and what uses them (Kubernetes)."""
+
+    clusters: int
+    """Number of clusters, including those that are starting or stopping."""
+    ready: int
+    """Number of clusters that serve requests."""
+    slots: int
+    """Number of runs that all clusters together can serve."""
+    models: int
+    """Number of runs that have a slot."""
+    waiting: int
+    """Number of runs that wait for a slot."""
+
+
 class ListedModel(Answer):
     """A base model, in GET base_models (no SDK call)."""
 
@@ -84,6 +99,8 @@ class ListedModel(Answer):
     """The folder or model id that it is served from, for admins; None on Kubernetes."""
     runs: int
     """Number of its runs that the caller sees, with those that are suspended."""
+    pool: PoolUse | None = None
+    """What all owners use of its pool; None if its runs share none."""
 
 
 class BaseModelList(Answer):

@@ -35,7 +35,8 @@ class RunInfo(Answer):
     reason: str | None = None
     """Why it is in this state, and which saved state is left; None if the state says enough."""
     step: int | None = None
-    """Number of optimizer steps taken; None if no running head and no saved state has it."""
+    """Number of optimizer steps taken, of an ended run as last reported; None if no running head,
+    saved state or report has it."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     tokens_per_minute: float = 0.0

@@ -18,7 +18,7 @@ from tinkercloud_operator.run.cluster.executor import Executor
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.pool.pool_runner import Pools
 from tinkercloud_operator.run.pool.spare_runner import Spares
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed
+from tinkercloud_operator.spec.observed import ChildKey, Observed
 
 Break = contextlib.AbstractContextManager[object]
 

@@ -8,7 +8,7 @@ from tinkercloud_crds.base_model import CORDON
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_operator.decide.read.parsing import pod, slim
 from tinkercloud_operator.decide.session.lifetime import decide
-from tinkercloud_operator.spec.snapshot import Pod
+from tinkercloud_operator.spec.observed import Pod
 from tinkercloud_testing.session_world import a_world
 from tinkercloud_testing.sessions import Json, a_pod, changed, observed
 

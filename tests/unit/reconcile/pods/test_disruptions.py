@@ -7,7 +7,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.read.parsing import blocking_taints, pod, slim
 from tinkercloud_operator.decide.session.lifetime import decide
-from tinkercloud_operator.spec.snapshot import ChildKey, Pod
+from tinkercloud_operator.spec.observed import ChildKey, Pod
 from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, SPOT_NOTICE, World, a_world
 from tinkercloud_testing.sessions import NOON, TRAINERS, Json, a_base_model, a_pod, observed
 

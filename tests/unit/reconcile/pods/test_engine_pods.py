@@ -19,13 +19,13 @@ from tinkercloud_operator.decide.pods.engine_pods import engine_pods, existing_e
 from tinkercloud_operator.decide.session.actions import Apply
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.observed import ChildKey, Observed, Pod
 from tinkercloud_operator.spec.resolved import (
     Rejection,
     ResolvedSpec,
     check_pod_groups,
     resolve,
 )
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, Pod
 from tinkercloud_testing.sessions import (
     ENGINES,
     TRAINERS,

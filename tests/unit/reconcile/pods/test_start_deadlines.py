@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.spec.snapshot import PodProblem
+from tinkercloud_operator.spec.observed import PodProblem
 from tinkercloud_testing.session_world import RAY_CLUSTER, World
 from tinkercloud_testing.sessions import a_base_model
 

@@ -8,8 +8,8 @@ from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.observed import ChildKey, Node, Pod, PodProblem
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import ChildKey, Node, Pod, PodProblem
 from tinkercloud_testing.sessions import (
     GPU_TAINT,
     TRAINERS,

@@ -10,7 +10,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.run.cluster.resource_store import Watched
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 from tinkercloud_testing.sessions import (
     NOON,
     Json,

@@ -11,7 +11,7 @@ from tinkercloud_operator.decide.read.parsing import pod
 from tinkercloud_operator.decide.session.actions import Apply, Plan
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.resource_store import Watched
-from tinkercloud_operator.spec.snapshot import Observed, Pod
+from tinkercloud_operator.spec.observed import Observed, Pod
 from tinkercloud_testing.session_world import SETTINGS, a_world
 from tinkercloud_testing.sessions import (
     NOON,

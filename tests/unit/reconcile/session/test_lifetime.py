@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, timestamp
-from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide, last_use
-from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
 
 HOUR = Idle(timeout_seconds=3600)

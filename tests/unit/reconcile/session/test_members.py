@@ -17,7 +17,7 @@ from tinkercloud_operator.decide.session.actions import (
     SetFinalizer,
 )
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_operator.spec.snapshot import Observed, PoolCluster
+from tinkercloud_operator.spec.observed import Observed, PoolCluster
 from tinkercloud_testing.session_world import SETTINGS, World
 from tinkercloud_testing.sessions import NOON, a_base_model, a_session, changed, observed
 

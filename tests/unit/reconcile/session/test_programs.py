@@ -6,11 +6,11 @@ import pytest
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_crds.program_fields import Program, ProgramStatus
+from tinkercloud_crds.pods.program_fields import Program, ProgramStatus
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.resource_store import Watched
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
 from tinkercloud_testing.sessions import (
     PROGRAM,

@@ -6,8 +6,8 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, ConditionType, Reason, find
-from tinkercloud_crds.placement import Placement
-from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.pods.placement import Placement
+from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile

@@ -16,8 +16,8 @@ from tinkercloud_operator.decide.tenancy.device_claims import waits_for_nodes
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.run.cluster.resource_store import Watched
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_operator.spec.snapshot import Observed
 from tinkercloud_testing.session_world import SETTINGS
 from tinkercloud_testing.sessions import (
     ENGINES,

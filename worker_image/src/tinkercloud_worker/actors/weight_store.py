@@ -1,10 +1,10 @@
 """The actor that stores published full models on the node of rank 0.
 
 It assembles the weights that the ranks have put in the stores of their nodes, writes them in the
-format that engines read, and starts the processes that send them (`inference.sender_process`): over
-a process group, from the GPU of rank 0 if it has one, or through memory shared with engines on the
-same machine. The weights do not pass through the head, which fetches the files only when necessary
-(`rank_weight_host`): for an engine that supports no other method, or for another head.
+format that engines read, and starts the processes that send them (`inference.sender_process`) over
+a process group, from the GPU of rank 0 if it has one. The weights do not pass through the head,
+which fetches the files only when necessary (`rank_weight_host`): for an engine that supports no
+other method, or for another head.
 
 A store exists as long as its group of ranks, and its models are removed with it.
 """

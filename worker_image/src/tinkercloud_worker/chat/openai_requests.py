@@ -14,7 +14,6 @@ from tinkercloud_protocol.wire import exact_json
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel, few_entries
 from tinkercloud_protocol.wire.shown import shown
-from tinkercloud_worker.chat.answer_rules import ANY_OBJECT, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.chat_images import content_for_template, images_of
 from tinkercloud_worker.chat.conversation import (
     MAX_CHOICES,
@@ -24,6 +23,7 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
+from tinkercloud_worker.chat.grammar.answer_rules import ANY_OBJECT, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.text import ChatText
 
 IGNORED = frozenset(

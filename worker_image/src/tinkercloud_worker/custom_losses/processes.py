@@ -102,12 +102,6 @@ class LossProcesses:
         self._owners = _Owners()
         self._is_closed = False
 
-    @property
-    def pids(self) -> dict[str, int]:
-        """The processes that have no task, by owner."""
-        with self._lock:
-            return {owner: child.pid for owner, child in self._owners.idle.items()}
-
     def check_cost(
         self, owner: str, name: str, task: CostTask, allowed: Allowance
     ) -> "Future[None]":

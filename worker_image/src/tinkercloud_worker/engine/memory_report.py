@@ -7,7 +7,7 @@ numbers, so that those of several ranks can be compared in the head.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tinkercloud_protocol.heads.capacity import HeadCapacity, swapped_bytes
+from tinkercloud_protocol.heads.capacity import HeadCapacity, bytes_at_first, swapped_bytes
 
 BYTES_PER_PARAMETER = 16
 """Bytes of memory per trained parameter: weight, gradient and two moments in float32."""
@@ -94,8 +94,7 @@ class MemoryReport:
         """
         if not self.has_place or not self.models:
             return 0
-        # Without moments, a model counts with its gradient twice: see `TrainedModel.unused_bytes`.
-        size = parameters * (BYTES_PER_PARAMETER + 4)
+        size = bytes_at_first(parameters * BYTES_PER_PARAMETER)
         excess, place = size + self.left - self.room, self.place_bytes
         if excess <= 0 or place is None:
             return 0

@@ -239,10 +239,6 @@ class Models(dict[str, TrainedModel]):
         """Whether a model is fully fine-tuned, and no adapter."""
         return super().__getitem__(name).lora is None
 
-    def paged_in(self) -> list[TrainedModel]:
-        """Return the models that are in the memory of the device."""
-        return [model for name, model in self.items() if name not in self._paged]
-
     def memory_bytes(self, name: str) -> int:
         """Return the bytes that a model takes in the memory of the device; 0 if it is unknown."""
         model = self.get(name)

@@ -5,7 +5,7 @@ and of the row before (`audit_chain`). Retention replaces rows by one that conti
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -21,6 +21,10 @@ from tinkercloud_api.catalog.schema.tables import AuditChain, AuditEntry, now
 
 SERVER = "server:"
 """Owner of what the server does by itself."""
+RESTORE = "backup_restore"
+"""Event of a restore of the whole catalog, written to the restored one."""
+RESTORED = "backup of "
+"""Start of the object of that event that says when the backup was made."""
 MAX_ENTRIES_PER_OWNER = 200_000
 """Rows that are kept for one owner, so that a flood of requests removes only its own."""
 _MAX_FORGOTTEN = 10_000
@@ -123,6 +127,20 @@ class AuditLog(Statements):
         """Return the latest entry of an event."""
         query = select(AuditEntry).where(AuditEntry.event == event)
         return await self._one(query.order_by(AuditEntry.id.desc()).limit(1))
+
+    async def restored_backup(self) -> str:
+        """Return the backup from which the catalog was restored last; empty if there is none."""
+        entry = await self.latest(RESTORE)
+        objects = entry.details.get("objects", []) if entry is not None else []
+        return next((each for each in objects if each.startswith(RESTORED)), "")
+
+    async def export(self, write: Callable[[AuditEntry], object]) -> None:
+        """Call a function with each row, outcomes and stand-ins of removed ones too, in order."""
+        query = select(AuditEntry).order_by(AuditEntry.id)
+        async with self._reading() as db:
+            found = await db.stream_scalars(query.execution_options(yield_per=_BATCH))
+            async for entry in found:
+                write(entry)
 
     async def verify(self, mark: Mark | None = None) -> Verdict:
         """Check that no row was changed, inserted or removed.

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Page, Statements
@@ -20,13 +20,17 @@ from tinkercloud_api.catalog.schema.tables import (
     Session,
     TrainingRun,
     Upload,
+    UserGroup,
     now,
 )
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 
 ADMIN = "admin"
-"""The role of members who manage a project, of which every project has at least one."""
+"""The role of members who manage a project, of which every project has at least one owner."""
+GROUP = "group:"
+"""How members begin that are groups of OpenID accounts, and not owners."""
+_BY_RIGHTS = ("viewer", "member", ADMIN)
 MAX_PROJECTS = 1000
 """Maximum number of projects of one owner."""
 MAX_MEMBERS = 1000
@@ -123,7 +127,8 @@ class ProjectStatements(Statements):
         """Return the projects of a member, newest first; None means all projects."""
         query = select(Project).order_by(Project.created_at.desc(), Project.id)
         if owner is not None:
-            query = query.join(ProjectMember).where(ProjectMember.owner == owner)
+            own = select(ProjectMember.project_id).where(_is_member(owner))
+            query = query.where(Project.id.in_(own))
         return await self._all(query.offset(page.offset).limit(page.limit))
 
     async def members(self, project_id: str) -> Sequence[ProjectMember]:
@@ -132,9 +137,10 @@ class ProjectStatements(Statements):
         return await self._all(query.order_by(ProjectMember.owner))
 
     async def memberships(self, owner: str) -> Mapping[str, str]:
-        """Return the projects of an owner, with the owner's role in each."""
-        query = select(ProjectMember).where(ProjectMember.owner == owner)
-        return {row.project_id: row.role for row in await self._all(query)}
+        """Return the projects of an owner, with its role, or that of a group with more rights."""
+        rows = await self._all(select(ProjectMember).where(_is_member(owner)))
+        ranked = sorted(rows, key=lambda row: _BY_RIGHTS.index(row.role))
+        return {row.project_id: row.role for row in ranked}
 
     async def set_member(self, project_id: str, owner: str, role: str) -> None:
         """Add a member, or change its role. This is idempotent.
@@ -196,6 +202,14 @@ class ProjectStatements(Statements):
             return Claim(manifest.owner, await db.scalar(query))
 
 
+def _is_member(owner: str) -> ColumnElement[bool]:
+    """Return the condition for members that an owner is, alone or with a group."""
+    groups = select(UserGroup.member).where(UserGroup.owner == owner)
+    is_group = ProjectMember.owner.in_(groups)
+    # A key of an owner with the name of a group has none of its rights.
+    return is_group if owner.startswith(GROUP) else or_(ProjectMember.owner == owner, is_group)
+
+
 async def change_rights(db: AsyncSession) -> None:
     """Increase the version of rights. Until the transaction ends, no other one changes rights."""
     number = update(AccessVersion).where(AccessVersion.name == _VERSION)
@@ -248,10 +262,13 @@ def _check_administrated(
 ) -> None:
     """Check that a project keeps an administrator if a member gets a role, or is removed.
 
+    A group counts as none, because nobody may be in it.
+
     Raises:
         InvalidRequest: it does not.
     """
-    is_left = any(row.role == ADMIN for name, row in members.items() if name != owner)
+    others = [row for name, row in members.items() if name != owner and not name.startswith(GROUP)]
+    is_left = any(row.role == ADMIN for row in others)
     is_admin = owner in members and members[owner].role == ADMIN
     if is_admin and role != ADMIN and not is_left:
         raise InvalidRequest(

@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 
-from sqlalchemy import and_, case, func, or_, select, update
+from sqlalchemy import and_, case, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from tinkercloud_api.catalog.access.project_rows import change_rights
+from tinkercloud_api.catalog.access.project_rows import GROUP, change_rights
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import ApiKey, ProjectMember, User, now
+from tinkercloud_api.catalog.schema.tables import ApiKey, ProjectMember, User, UserGroup, now
 from tinkercloud_protocol.wire.errors import Forbidden
 
 
@@ -30,6 +31,15 @@ class UserSummary:
     projects: int
 
 
+class LoginKey(StrEnum):
+    """Names of the keys from logins, by what the login was for."""
+
+    SHOWN = "login"
+    """Its user saw the key."""
+    CONSOLE = "console login"
+    """Nobody saw the key: it opened a browser's session in the console."""
+
+
 @dataclass(frozen=True, slots=True)
 class Login:
     """A login of an account, and the key that it gets."""
@@ -40,13 +50,19 @@ class Login:
     role: str
     kept_roles: frozenset[str]
     """Keys of earlier logins with another role than these end."""
-    key_name: str
+    groups: frozenset[str]
+    """Names of its groups at the provider; those of the login before count no longer."""
+    key_name: LoginKey
     key_hash: str
     expires_at: datetime
 
 
 MAX_LOGIN_KEYS = 10
-"""Valid keys from logins of one owner. The oldest ends when there is one more."""
+"""Valid keys of one owner under each name of `LoginKey`. The oldest ends when there is one more."""
+
+
+_IS_OWNER = ~ProjectMember.owner.startswith(GROUP)
+"""Whether a member is an owner, and no group."""
 
 
 class UserStatements(Statements):
@@ -91,16 +107,19 @@ class UserStatements(Statements):
                 expires_at=login.expires_at,
             )
             db.add(row)
+            await db.execute(delete(UserGroup).where(UserGroup.owner == owner))
+            db.add_all(UserGroup(owner=owner, member=GROUP + name) for name in login.groups)
             await db.flush()
             earlier = select(ApiKey).where(
                 ApiKey.owner == owner,
-                ApiKey.name == login.key_name,
+                ApiKey.name.in_(LoginKey),
                 ApiKey.revoked_at.is_(None),
                 ApiKey.id != row.id,
             )
             keys = (await db.scalars(earlier.order_by(ApiKey.id.desc()))).all()
-            for place, key in enumerate(keys, start=1):
-                if place >= MAX_LOGIN_KEYS or key.role not in login.kept_roles:
+            surplus = [key for key in keys if key.name == login.key_name][MAX_LOGIN_KEYS - 1 :]
+            for key in keys:
+                if key in surplus or key.role not in login.kept_roles:
                     key.revoked_at = now()
         return row
 
@@ -109,12 +128,13 @@ class UserStatements(Statements):
         async with self._reading() as db:
             return await db.scalar(select(User.name).where(User.subject == subject))
 
-    async def revoke_keys_named(self, owner: str, name: str) -> None:
-        """Revoke all keys of an owner with a name, for the next request of all servers."""
-        is_left = and_(ApiKey.owner == owner, ApiKey.name == name, ApiKey.revoked_at.is_(None))
+    async def revoke_login_keys(self, owner: str) -> None:
+        """Revoke all keys from logins of an owner, for the next request of all servers."""
+        is_login = and_(ApiKey.name.in_(LoginKey), ApiKey.revoked_at.is_(None))
         async with self._writing() as db:
             await change_rights(db)
-            await db.execute(update(ApiKey).where(is_left).values(revoked_at=now()))
+            query = update(ApiKey).where(ApiKey.owner == owner, is_login)
+            await db.execute(query.values(revoked_at=now()))
 
     async def users(self) -> Sequence[UserSummary]:
         """Return all owners that have a key, an entry of their own or a project, by name."""
@@ -125,7 +145,8 @@ class UserStatements(Statements):
         keys = select(
             ApiKey.owner, func.sum(case((is_valid, 1), else_=0)), func.max(ApiKey.last_used_at)
         ).group_by(ApiKey.owner)
-        counts = select(ProjectMember.owner, func.count()).group_by(ProjectMember.owner)
+        counts = select(ProjectMember.owner, func.count()).where(_IS_OWNER)
+        counts = counts.group_by(ProjectMember.owner)
         async with self._reading() as db:
             entries = {row.name: row for row in (await db.scalars(select(User))).all()}
             of_keys = {owner: (int(n), used) for owner, n, used in await db.execute(keys)}
@@ -168,7 +189,7 @@ async def _is_known(db: AsyncSession, name: str) -> bool:
     queries = (
         select(User.name).where(User.name == name),
         select(ApiKey.owner).where(ApiKey.owner == name),
-        select(ProjectMember.owner).where(ProjectMember.owner == name),
+        select(ProjectMember.owner).where(ProjectMember.owner == name, _IS_OWNER),
     )
     return any([await db.scalar(query.limit(1)) is not None for query in queries])
 

@@ -4,11 +4,12 @@ A row has its number of steps, which only grows. A report that is late or repeat
 several servers, therefore changes nothing that is already known.
 """
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import cast
 
 from sqlalchemy import Table as SqlTable
-from sqlalchemy import delete, or_, select
+from sqlalchemy import delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
@@ -61,6 +62,23 @@ class RunPoints(Statements):
             return Curve()
         stride = rows[0].stride
         return Curve(stride, [_point(row) for row in rows if row.stride == stride])
+
+    async def last_steps(self, run_ids: Sequence[str]) -> dict[str, int]:
+        """Return the last step that each of some runs has reported, without those that have none.
+
+        Args:
+            run_ids: the runs; at most a page of them.
+        """
+        newest = [RunPoint.stride.desc(), RunPoint.number.desc()]
+        place = func.row_number().over(partition_by=RunPoint.run_id, order_by=newest)
+        points = (
+            select(RunPoint.run_id, RunPoint.step, place.label("place"))
+            .where(RunPoint.run_id.in_(run_ids))
+            .subquery()
+        )
+        async with self._reading() as db:
+            newest_points = select(points.c.run_id, points.c.step).where(points.c.place == 1)
+            return {row.run_id: row.step for row in await db.execute(newest_points)}
 
     async def forget(self, before: datetime) -> bool:
         """Delete the points and logged values of some runs without a request since a time.

@@ -148,6 +148,16 @@ class ProjectMember(Table):
     role: Mapped[str]
 
 
+class UserGroup(Table):
+    """A group that the OpenID account of an owner had at its last login."""
+
+    __tablename__ = "user_groups"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)
+    member: Mapped[str] = mapped_column(primary_key=True)
+    """The group as a member of projects: `group:` and its name."""
+
+
 class AccessVersion(Table):
     """A number that grows with every change of who may access what. It has one row."""
 

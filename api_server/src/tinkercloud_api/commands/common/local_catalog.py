@@ -17,6 +17,7 @@ from tinkercloud_api.commands.common.shared import fail, read_settings
 if TYPE_CHECKING:
     from tinkercloud_api.catalog.access.audit_chain import Mark, Verdict
     from tinkercloud_api.catalog.access.audit_log import AuditLog
+    from tinkercloud_api.catalog.schema.tables import AuditEntry
     from tinkercloud_api.catalog.store import Catalog
     from tinkercloud_api.config.settings import Settings
 
@@ -83,6 +84,16 @@ def verify_audit_log(state_dir: Path | None, mark: "Mark | None") -> "Verdict":
         mark: an entry that it must contain.
     """
     return _with_catalog(state_dir, lambda _catalog, log: log.verify(mark))
+
+
+def export_audit_log(state_dir: Path | None, write: Callable[["AuditEntry"], object]) -> None:
+    """Call a function with each row of the audit log, as `with_catalog`.
+
+    Args:
+        state_dir: the state folder; None means that of the settings.
+        write: the function.
+    """
+    _with_catalog(state_dir, lambda _catalog, log: log.export(write))
 
 
 def record_in_file(catalog: Path, change: Change, status: str) -> None:

@@ -37,12 +37,22 @@ BaseUrl = Annotated[
 ]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+WATCH_SECONDS = 2.0
+"""Time between what `--watch` prints."""
 _FOLDED_WIDTH = 40
 """Minimum width, in characters, of a table's last column, which may wrap."""
-_WATCH_SECONDS = 2.0
+_READ_SECONDS = 600.0
 _CLEAR = "\x1b[2J\x1b[H"
 """Clears a terminal."""
 _PART_BYTES = 1 << 20
+
+
+class CallError(Exception):
+    """A request that failed; its text says why."""
+
+
+class NoAnswerError(CallError):
+    """A request that a server which is away, or has too much to do, may answer later."""
 
 
 def fail(message: str) -> NoReturn:
@@ -124,7 +134,7 @@ def watch(draw: Callable[[], None], *, again: bool) -> None:
     try:
         draw()
         while again:
-            time.sleep(_WATCH_SECONDS)
+            time.sleep(WATCH_SECONDS)
             if sys.stdout.isatty():
                 sys.stdout.write(_CLEAR)
             draw()
@@ -171,18 +181,43 @@ def request(
         body: a JSON value; a `Path` means the content of that file; None means no body.
     """
     url = server_url(base_url)
-    sending = _request(method, url, f"{url}/api/v1/{path}", api_key, body)
-    if isinstance(body, Path):
-        return asyncio.run(sending)
-    with waiting(f"waiting for {method} {path.partition('?')[0]} of {url}"):
-        return asyncio.run(sending)
+    sending = call(method, url, api_key, path, body)
+    try:
+        if isinstance(body, Path):
+            return asyncio.run(sending)
+        with waiting(f"waiting for {method} {path.partition('?')[0]} of {url}"):
+            return asyncio.run(sending)
+    except CallError as error:
+        fail(str(error))
 
 
-async def _request(method: str, url: str, target: str, api_key: str, body: object) -> Any:  # noqa: ANN401 - any JSON
+async def call(
+    method: str,
+    url: str,
+    api_key: str,
+    path: str,
+    body: object = None,
+    *,
+    patience: float = _READ_SECONDS,
+) -> Any:  # noqa: ANN401 - any JSON
+    """Send a request as `request` does, and return the response.
+
+    Args:
+        method: HTTP method.
+        url: URL of the server.
+        api_key: the caller's key.
+        path: path without /api/v1/.
+        body: as of `request`.
+        patience: seconds without a byte of the response until the server counts as away.
+
+    Raises:
+        NoAnswerError: no server responds, or one with status 429 or 5xx.
+        CallError: the response is another error.
+    """
     import aiohttp
 
-    headers = {"X-API-Key": api_key}
-    limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=600)
+    headers, target = {"X-API-Key": api_key}, f"{url}/api/v1/{path}"
+    limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=patience)
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=limits) as client:
             if isinstance(body, Path):
@@ -191,7 +226,9 @@ async def _request(method: str, url: str, target: str, api_key: str, body: objec
                 return await _send(client, method, target, data=_parts(body, size), headers=length)
             return await _send(client, method, target, json=body)
     except aiohttp.ClientError as error:
-        fail(f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL")
+        raise NoAnswerError(
+            f"no server responds at {url} ({error}); start a server or set TINKER_BASE_URL"
+        ) from error
 
 
 async def _parts(file: Path, size: int) -> AsyncIterator[bytes]:
@@ -218,5 +255,7 @@ async def _send(
         except (ValueError, aiohttp.ContentTypeError):
             content = {}
         if response.status >= 400:
-            fail(f"{response.status}: {content.get('detail', response.reason)}")
+            may_answer_later = response.status == 429 or response.status >= 500
+            kind = NoAnswerError if may_answer_later else CallError
+            raise kind(f"{response.status}: {content.get('detail', response.reason)}")
         return content

@@ -56,6 +56,7 @@ from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, StateLost, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -145,6 +146,11 @@ class KubernetesProvider(SessionProvider):
         """Return the offered BaseModel of a model name, if there is one."""
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
+
+    def pool_of(self, model: ServedModel) -> PoolUse | None:
+        """See `SessionProvider.pool_of`."""
+        found = self.base_model(model.name)
+        return found.pool if found is not None else None
 
     def tenants(self) -> Sequence[Tenant]:
         """See `SessionProvider.tenants`."""

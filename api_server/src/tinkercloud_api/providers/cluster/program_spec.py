@@ -12,7 +12,7 @@ from tinkercloud_api.providers.cluster.session_status import TrainingSessionView
 from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_crds.program_fields import ApiKeySecret, Program, ProgramStatus, SourceSecret
+from tinkercloud_crds.pods.program_fields import ApiKeySecret, Program, ProgramStatus, SourceSecret
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import Lora, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest

@@ -13,7 +13,7 @@ from tinkercloud_api.providers.cluster.session_status import BaseModelView, Trai
 from tinkercloud_api.providers.session_options import PREFIX, SessionOptions
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.training_session import Lora, RestoreFrom, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_protocol.heads.launch import ModelSpec

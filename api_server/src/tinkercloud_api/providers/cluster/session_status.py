@@ -10,12 +10,13 @@ from pydantic import ValidationError
 
 from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import BaseModelSpec
+from tinkercloud_crds.base_model import BaseModelSpec, PoolStatus
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
-from tinkercloud_crds.program_fields import ProgramStatus
+from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
+from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 from tinkercloud_protocol.wire.json_model import describe
@@ -68,6 +69,8 @@ class BaseModelView:
     name: str
     spec: BaseModelSpec
     is_offered: bool
+    pool: PoolUse | None
+    """What uses its pool, as the operator has last written it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +131,24 @@ def read_session(manifest: Manifest) -> TrainingSessionView:
 
 def read_base_model(manifest: Manifest) -> BaseModelView:
     """Read a BaseModel. It is offered unless its Ready condition is False."""
-    conditions = [
-        Condition.model_validate(condition)
-        for condition in manifest.get("status", {}).get("conditions", ())
-    ]
+    status = manifest.get("status", {})
+    conditions = [Condition.model_validate(condition) for condition in status.get("conditions", ())]
     ready = find(conditions, ConditionType.READY)
     return BaseModelView(
         name=manifest["metadata"]["name"],
         spec=BaseModelSpec.model_validate(manifest["spec"]),
         is_offered=ready is None or ready.status != "False",
+        pool=_pool_use(PoolStatus.model_validate(status["pool"])) if "pool" in status else None,
+    )
+
+
+def _pool_use(status: PoolStatus) -> PoolUse:
+    return PoolUse(
+        clusters=status.clusters,
+        ready=status.ready,
+        slots=status.slots,
+        models=status.models,
+        waiting=status.waiting,
     )
 
 

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import structlog
 
-from tinkercloud_api.config.program_settings import ProgramSettings
+from tinkercloud_api.config.sections.program_settings import ProgramSettings
 from tinkercloud_api.providers.program_runner import ProgramChanged, ProgramLaunch, ProgramState
 from tinkercloud_protocol.programs.program_messages import EXIT_FINAL, STATE_DIR, ProgramPhase
 from tinkercloud_protocol.wire.errors import Unavailable

@@ -131,7 +131,10 @@ async def delete_project(project_id: str, server: Server, caller: Caller) -> dic
 async def set_member(
     project_id: str, owner: Name, request: SetMember, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Add a member to a project, or change its role (admins of the project)."""
+    """Add a member to a project, or change its role (admins of the project).
+
+    A member is an owner, or `group:` and the name of a group of the OpenID login.
+    """
     role = ProjectRole(request.role)
     await server.projects.set_member(project_id, owner, role, caller)
     caller.named_objects.add(f"{role} {owner}")

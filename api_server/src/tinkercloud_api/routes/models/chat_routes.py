@@ -58,7 +58,7 @@ async def reject_unknown(call: Call) -> None:
     """
     path = call.request.path
     session = path.removeprefix(f"{routes.OPENAI_SESSIONS}/")
-    if session != path and recorded_paths.parse(path) is None:
+    if session != path and call.recorded is None:
         name = session.partition("/")[0][:256]
         raise NotFound(
             f"recorded session {name!r} is unknown; POST {routes.OPENAI_SESSIONS} creates one"
@@ -146,9 +146,8 @@ async def recorded_sessions(call: Call) -> None:
 
 
 def _sampler_of(call: Call) -> str:
-    recorded = recorded_paths.parse(call.request.path)
-    assert recorded is not None  # noqa: S101 - the path of the route
-    return recorded.sampler_id
+    assert call.recorded is not None  # noqa: S101 - the path of the route
+    return call.recorded.sampler_id
 
 
 async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body: bytes) -> None:

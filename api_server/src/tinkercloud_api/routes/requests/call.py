@@ -20,6 +20,7 @@ from tinkercloud_protocol.wire.asgi import Message, Send, decompress, respond
 from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.wire.future_responses import JSON
 from tinkercloud_protocol.wire.ids import RequestId, SamplingSessionId
+from tinkercloud_protocol.wire.recorded_paths import RecordedPath
 
 SMALL_BODY_BYTES = 1 << 20
 """Limit of bodies that name a request, and of what is parsed on the event loop."""
@@ -55,6 +56,8 @@ class Call:
     raw_send: Send
     principal: Principal
     """The caller."""
+    recorded: RecordedPath | None = None
+    """The parts of the path, if it is that of a recorded session."""
     has_answered: bool = False
     """Whether any part of the response has been sent."""
     status: int | None = None

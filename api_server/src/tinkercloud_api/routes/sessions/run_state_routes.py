@@ -1,6 +1,7 @@
 """Runs as their owners see them: how each is doing, and saving and stopping them (no SDK calls)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -93,7 +94,8 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     (info,) = await _infos([row], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
     if info.state == "ended" and found:
-        info = info.model_copy(update={"step": found[0].step})
+        # The reports of the last second before the end may be missing.
+        info = info.model_copy(update={"step": max(info.step or 0, found[0].step)})
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
 
 
@@ -197,8 +199,15 @@ async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
     found = await server.catalog.sessions_named([row.session_id for row in rows])
     sessions, moment = {session.id: session for session in found}, now()
     places = await server.runs.states.of(rows)
+    ended = [row.id for row, place in zip(rows, places, strict=True) if place.state == "ended"]
+    steps = await server.points.last_steps(ended) if ended else {}
     return [
-        _info(row, sessions[row.session_id], place, moment)
+        _info(
+            row,
+            sessions[row.session_id],
+            replace(place, step=steps.get(row.id, place.step)),
+            moment,
+        )
         for row, place in zip(rows, places, strict=True)
     ]
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Request, Response
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.checkpoints.download_routes import base_url
+from tinkercloud_api.routes.sessions.trace_counters import MICROSECONDS, counter_events
 from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.responses.account_listings import TraceExport
@@ -19,8 +20,6 @@ from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.future_responses import JSON
 
 router = APIRouter()
-
-_MICROSECONDS = 1e6
 
 
 @router.get("/api/v1/sessions/{session_id}/trace_export", tags=["sessions"])
@@ -54,10 +53,11 @@ def trace_of(spans: Iterable[Span]) -> bytes:
     """Return spans in the Trace Event Format (JSON).
 
     Each model or sampling session is a process, and each of its requests two asynchronous events:
-    its wait in the queue, and then its execution.
+    its wait in the queue, and then its execution. The process `all requests` has the counters.
     """
     in_order = sorted(spans, key=lambda span: (span.target, span.accepted))
-    tracks = {name: number for number, name in enumerate({s.target: None for s in in_order}, 1)}
+    processes = {"all requests": None, **{span.target: None for span in in_order}}
+    tracks = {name: number for number, name in enumerate(processes, 1)}
     names = [
         {"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": target}}
         for target, number in tracks.items()
@@ -67,6 +67,7 @@ def trace_of(spans: Iterable[Span]) -> bytes:
         for number, span in enumerate(in_order)
         for event in _events(span, number, tracks[span.target])
     ]
+    events += counter_events(in_order, tracks["all requests"])
     return orjson.dumps({"displayTimeUnit": "ms", "traceEvents": [*names, *events]})
 
 
@@ -81,4 +82,4 @@ def _events(span: Span, number: int, track: int) -> Iterator[dict[str, object]]:
         if span.request is not None:
             common["args"] = {"request_id": span.request}
         for phase, moment in (("b", start), ("e", max(start, end))):
-            yield {**common, "ph": phase, "tid": 0, "ts": round(moment * _MICROSECONDS)}
+            yield {**common, "ph": phase, "tid": 0, "ts": round(moment * MICROSECONDS)}

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from tinkercloud_crds.conditions import Reason, timestamp
 from tinkercloud_crds.times import parse_time
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.spec.snapshot import Observed, Pod
+from tinkercloud_operator.spec.observed import Observed, Pod
 
 KUBERAY_TIMEOUT = timedelta(minutes=5)
 """Time within which even a busy KubeRay reports that it has observed a RayCluster."""

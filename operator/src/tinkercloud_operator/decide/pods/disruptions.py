@@ -11,7 +11,7 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import CORDON, DRAINING_TAINTS, ENDING_TAINTS, BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find
-from tinkercloud_operator.spec.snapshot import Observed, Pod
+from tinkercloud_operator.spec.observed import Observed, Pod
 
 _STATEFUL = frozenset({"head", "trainer"})
 """Components whose end loses state. The head replaces a lost engine by itself."""

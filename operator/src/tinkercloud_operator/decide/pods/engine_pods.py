@@ -7,8 +7,8 @@ when it no longer uses the surplus ones.
 
 from tinkercloud_crds import labels
 from tinkercloud_kube.objects import Manifest
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Observed
 
 _SAMPLER = "sampler"
 

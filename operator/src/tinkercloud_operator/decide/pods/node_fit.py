@@ -7,11 +7,11 @@ pending pod.
 
 from collections.abc import Mapping, Sequence
 
-from tinkercloud_crds.placement import NodeRequirement, Placement, Toleration
+from tinkercloud_crds.pods.placement import NodeRequirement, Placement, Toleration
 from tinkercloud_operator.children.pods import GPU_RESOURCE
+from tinkercloud_operator.spec.observed import Node
 from tinkercloud_operator.spec.quantities import parse_quantity
 from tinkercloud_operator.spec.resolved import PodRequest, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Node
 
 _PASSING_TAINTS = ("node.kubernetes.io/", "node.cloudprovider.kubernetes.io/")
 """Kubernetes' own taints: a cordoned, starting or lost node may hold pods again later."""

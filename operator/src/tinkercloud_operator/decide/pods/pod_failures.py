@@ -12,7 +12,7 @@ from tinkercloud_crds.base_model import SessionPolicy
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, Reason, timestamp
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import Failing
-from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_operator.spec.observed import Observed
 
 PERSISTENT_FAILURES = frozenset({Reason.START_FAILED, Reason.RESTART_LIMIT})
 """Reasons of sessions whose pods were deleted because they failed."""

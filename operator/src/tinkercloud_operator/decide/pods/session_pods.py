@@ -6,7 +6,7 @@ from dataclasses import replace
 from tinkercloud_crds import labels
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.read import parsing
-from tinkercloud_operator.spec.snapshot import ChildKey, Pod
+from tinkercloud_operator.spec.observed import ChildKey, Pod
 
 
 def pods_of(children: Mapping[ChildKey, Manifest], *, are_scaled: bool) -> tuple[Pod, ...]:

@@ -20,8 +20,8 @@ from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFac
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.session_facts import age, condition, is_live
 from tinkercloud_operator.decide.session.lifetime import ACTIVITY_DELAY
+from tinkercloud_operator.spec.observed import FailedSave
 from tinkercloud_operator.spec.pool_slots import pool_of
-from tinkercloud_operator.spec.snapshot import FailedSave
 
 _FIRST_PAUSE_SECONDS = 60.0
 _LONGEST_PAUSE_SECONDS = 900.0

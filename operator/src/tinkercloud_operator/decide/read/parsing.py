@@ -13,8 +13,8 @@ from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.read.pod_problems import is_true, problem_of, program_failure
+from tinkercloud_operator.spec.observed import Node, Pod, ProgramPod, SessionObject
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_operator.spec.snapshot import Node, Pod, ProgramPod, SessionObject
 
 _BLOCKING_EFFECTS = frozenset({"NoSchedule", "NoExecute"})
 """Effects of taints that keep new pods off a node."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.spec.snapshot import PodProblem
+from tinkercloud_operator.spec.observed import PodProblem
 
 _WAITING_REASONS: Mapping[str, Reason] = {
     "ImagePullBackOff": Reason.IMAGE_PULL_BACK_OFF,

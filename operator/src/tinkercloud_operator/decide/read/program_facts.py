@@ -3,10 +3,10 @@
 from datetime import datetime
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.program_fields import Program, ProgramStatus
+from tinkercloud_crds.pods.program_fields import Program, ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.spec.snapshot import Observed, ProgramPod
+from tinkercloud_operator.spec.observed import Observed, ProgramPod
 
 _ENDS = ("Complete", "Failed")
 """Conditions of a Job that has ended, together with all of its pods."""

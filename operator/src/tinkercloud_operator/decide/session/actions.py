@@ -8,7 +8,7 @@ from typing import Literal
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,14 +62,14 @@ from enum import StrEnum
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Condition, ConditionType, Reason, find
-from tinkercloud_crds.shapes import Idle
+from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import SERVING_ROLES, Failing
 from tinkercloud_operator.decide.pods.disruptions import drained_node, notice
 from tinkercloud_operator.decide.pods.pod_failures import current_failure, failed_at
 from tinkercloud_operator.decide.read.program_facts import is_running, used_until
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, idle_policy, max_lifetime
-from tinkercloud_operator.spec.snapshot import Observed
 
 _AVAILABILITY_STEPS = (ConditionType.ACCEPTED, ConditionType.QUOTA_RESERVED, ConditionType.READY)
 """Conditions that must be True before a session can be used."""

@@ -8,7 +8,6 @@ the model, which frees the slot.
 from collections.abc import Iterable
 
 from tinkercloud_crds.conditions import (
-    MAX_MESSAGE_LENGTH,
     SESSION_STEPS,
     Condition,
     ConditionType,
@@ -27,17 +26,10 @@ from tinkercloud_operator.decide.session.actions import (
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decision_about
 from tinkercloud_operator.decide.session.readiness import StepStatus, ready_after
 from tinkercloud_operator.decide.session.saving import seconds_left, seconds_until
-from tinkercloud_operator.decide.session.status import (
-    conditions,
-    finished_time,
-    last_activity_time,
-    latest_checkpoint,
-    phase,
-    reporting_plan,
-)
+from tinkercloud_operator.decide.session.status import common_status, reporting_plan
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.observed import ChildKey, Observed, PoolCluster
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed, PoolCluster
 
 _RETRY_SECONDS = 5.0
 """Interval between two requests to a head that has not completed one."""
@@ -132,23 +124,18 @@ def _status(
     observed: Observed, resolved: ResolvedSpec | Rejection, decision: Decision | None
 ) -> TrainingSessionStatus:
     ready, steps = ready_after([_accepted(observed, resolved), *_later_steps(observed, decision)])
-    previous, cluster = observed.session.status, observed.pool.cluster
-    server = cluster if ready.is_reached else None
+    cluster = observed.pool.cluster
     incarnation = cluster.incarnation if cluster is not None else None
-    return TrainingSessionStatus(
-        observed_generation=observed.session.generation,
-        phase=phase(observed, decision, ready),
-        conditions=conditions(observed, ready, steps, decision),
-        endpoint=server.endpoint if server is not None else None,
-        incarnation=server.incarnation if server is not None else previous.incarnation,
-        last_activity_time=last_activity_time(observed),
-        latest_checkpoint=latest_checkpoint(observed, ("remove", incarnation or "")),
-        restarts=previous.restarts,
-        served_incarnation=previous.served_incarnation,
-        saved_incarnation=previous.saved_incarnation,
-        finished_time=finished_time(observed, decision, is_stopped=not _is_leaving(observed)),
-        message=ready.message[:MAX_MESSAGE_LENGTH] or None,
+    reported = common_status(
+        observed,
+        decision,
+        (ready, steps),
+        save=("remove", incarnation or ""),
+        is_stopped=not _is_leaving(observed),
     )
+    if cluster is None or not ready.is_reached:
+        return reported
+    return reported.model_copy(update={"endpoint": cluster.endpoint, "incarnation": incarnation})
 
 
 def _accepted(observed: Observed, resolved: ResolvedSpec | Rejection) -> StepStatus:

@@ -17,9 +17,9 @@ from tinkercloud_operator.decide.pods.deadlines import awaited_head, awaited_unt
 from tinkercloud_operator.decide.pods.node_fit import never_fits, no_matching_node
 from tinkercloud_operator.decide.read.quota_messages import never_within
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
+from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.pinned import pending_changes
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Observed
 
 
 @dataclass(frozen=True, slots=True)

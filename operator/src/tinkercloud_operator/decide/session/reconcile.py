@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import Reason
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.shapes import HeadShape
+from tinkercloud_crds.pods.shapes import HeadShape
 from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionStatus
 from tinkercloud_operator.children import engines, support_objects
 from tinkercloud_operator.children.pods import Build, Json
@@ -55,6 +55,7 @@ from tinkercloud_operator.decide.session.session_program import (
 from tinkercloud_operator.decide.session.status import is_ready, reporting_plan, status
 from tinkercloud_operator.decide.tenancy.tenant_choices import choices_of_tenant
 from tinkercloud_operator.settings import Settings
+from tinkercloud_operator.spec.observed import ChildKey, Observed
 from tinkercloud_operator.spec.pinned import pending_changes, pinned_head_config, pinned_spec
 from tinkercloud_operator.spec.resolved import (
     Rejection,
@@ -62,7 +63,6 @@ from tinkercloud_operator.spec.resolved import (
     check_pod_groups,
     resolve,
 )
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed
 
 _QUEUE_SECONDS = 60.0
 """Interval at which the message of a queued session is refreshed."""

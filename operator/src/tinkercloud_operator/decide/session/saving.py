@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from tinkercloud_crds.base_model import SessionPolicy
-from tinkercloud_crds.shapes import HeadShape
+from tinkercloud_crds.pods.shapes import HeadShape
 from tinkercloud_crds.training_session import TrainingSessionStatus
 from tinkercloud_operator.decide.session.actions import SaveRequest
 from tinkercloud_operator.decide.session.lifetime import stopping_since
 from tinkercloud_operator.decide.session.status import endpoint
-from tinkercloud_operator.spec.snapshot import FailedSave, Observed, Pod
+from tinkercloud_operator.spec.observed import FailedSave, Observed, Pod
 
 Kind = Literal["suspend", "checkpoint"]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from tinkercloud_crds.conditions import MAX_MESSAGE_LENGTH, timestamp
 from tinkercloud_crds.names import Names
-from tinkercloud_crds.program_fields import Program, ProgramStatus
+from tinkercloud_crds.pods.program_fields import Program, ProgramStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import Json
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
@@ -25,7 +25,7 @@ from tinkercloud_operator.decide.read.program_facts import (
 )
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
 from tinkercloud_operator.settings import Settings
-from tinkercloud_operator.spec.snapshot import ChildKey, Observed
+from tinkercloud_operator.spec.observed import ChildKey, Observed
 
 _RESUMES = "the program starts again when the session is resumed"
 

@@ -27,8 +27,8 @@ from tinkercloud_operator.decide.session.actions import Action, Plan, PostEvent
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
 from tinkercloud_operator.decide.session.readiness import StepStatus, readiness
 from tinkercloud_operator.decide.session.session_program import program_status
+from tinkercloud_operator.spec.observed import Observed, SaveKey
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec
-from tinkercloud_operator.spec.snapshot import Observed, SaveKey
 
 _FAILED_PODS = frozenset(
     {
@@ -79,27 +79,66 @@ def status(
     previous = observed.session.status
     has_restarted = _has_restarted(observed, incarnation)
     restarts = _recent_restarts(observed, decision, has_restarted=has_restarted)
+    reported = common_status(
+        observed,
+        decision,
+        (ready, steps),
+        save=("checkpoint", previous.incarnation or ""),
+        is_stopped=not observed.has_pods,
+    )
+    return reported.model_copy(
+        update={
+            "endpoint": endpoint(observed) if ready.is_reached else None,
+            "incarnation": incarnation or previous.incarnation,
+            "ray_cluster": observed.session.name if observed.ray_cluster is not None else None,
+            "workers": _workers(observed, effective),
+            "gpus": _gpus(observed, effective),
+            "max_gpus": _max_gpus(observed, effective),
+            "plan": effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
+            "restarts": previous.restarts + has_restarted,
+            "recent_restarts": restarts,
+            "served_incarnation": incarnation if ready.is_reached else previous.served_incarnation,
+            "saved_incarnation": _saved_incarnation(observed),
+            "failing": (restart_limit(observed, restarts) if has_restarted else None)
+            or _failing(observed, decision, ready),
+            "program": program_status(observed, decision),
+        }
+    )
+
+
+def common_status(
+    observed: Observed,
+    decision: Decision | None,
+    steps: tuple[StepStatus, Mapping[ConditionType, StepStatus]],
+    *,
+    save: SaveKey,
+    is_stopped: bool,
+) -> TrainingSessionStatus:
+    """Return the status of a session without what depends on who serves it.
+
+    Args:
+        observed: the observed session.
+        decision: the desired state; None if the session is being deleted.
+        steps: whether the session is ready, and its steps to that.
+        save: the save that may have created a later checkpoint.
+        is_stopped: whether nothing is left to save or to delete before the session has finished.
+    """
+    ready, by_type = steps
+    previous, used = observed.session.status, observed.session.last_activity
+    saved = observed.answers.completed_saves.get(save)
+    is_over = decision is not None and decision.desired is DesiredState.FINISHED
+    is_finishing = is_over and is_stopped and previous.finished_time is None
     return TrainingSessionStatus(
         observed_generation=observed.session.generation,
-        phase=phase(observed, decision, ready),
-        conditions=conditions(observed, ready, steps, decision),
-        endpoint=endpoint(observed) if ready.is_reached else None,
-        incarnation=incarnation or previous.incarnation,
-        ray_cluster=observed.session.name if observed.ray_cluster is not None else None,
-        workers=_workers(observed, effective),
-        gpus=_gpus(observed, effective),
-        max_gpus=_max_gpus(observed, effective),
-        plan=effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
-        last_activity_time=last_activity_time(observed),
-        latest_checkpoint=latest_checkpoint(observed, ("checkpoint", previous.incarnation or "")),
-        restarts=previous.restarts + has_restarted,
-        recent_restarts=restarts,
-        served_incarnation=incarnation if ready.is_reached else previous.served_incarnation,
-        saved_incarnation=_saved_incarnation(observed),
-        failing=(restart_limit(observed, restarts) if has_restarted else None)
-        or _failing(observed, decision, ready),
-        finished_time=finished_time(observed, decision, is_stopped=not observed.has_pods),
-        program=program_status(observed, decision),
+        phase=_phase(observed, decision, ready),
+        conditions=_conditions(observed, ready, by_type, decision),
+        incarnation=previous.incarnation,
+        last_activity_time=timestamp(used) if used is not None else None,
+        latest_checkpoint=saved or previous.latest_checkpoint,
+        restarts=previous.restarts,
+        served_incarnation=previous.served_incarnation,
+        saved_incarnation=previous.saved_incarnation,
+        finished_time=timestamp(observed.now) if is_finishing else previous.finished_time,
         message=ready.message[:MAX_MESSAGE_LENGTH] or None,
     )
 
@@ -156,13 +195,12 @@ def _move_event(observed: Observed, new_status: TrainingSessionStatus) -> PostEv
     return PostEvent(Reason.MOVE_FAILED, place.message or place.reason, is_warning=True)
 
 
-def conditions(
+def _conditions(
     observed: Observed,
     ready: StepStatus,
     steps: Mapping[ConditionType, StepStatus],
     decision: Decision | None,
 ) -> list[Condition]:
-    """Return the conditions of a session: its steps, and those that summarize them."""
     is_stalled = not ready.is_reached and ready.reason in _NEEDS_HELP
     is_settled = ready.is_reached or is_stalled or ready.reason in _EXPECTED_STOPS
     stable = StepStatus(is_reached=False, reason=Reason.STABLE)
@@ -216,38 +254,7 @@ def _suspended(observed: Observed, decision: Decision | None) -> StepStatus:
     return StepStatus(is_reached=False, reason=Reason.RUNNING)
 
 
-def last_activity_time(observed: Observed) -> str | None:
-    """Return when a client last used a session, as its status reports it."""
-    used = observed.session.last_activity
-    return timestamp(used) if used is not None else None
-
-
-def latest_checkpoint(observed: Observed, save: SaveKey) -> str | None:
-    """Return the last checkpoint of a session.
-
-    Args:
-        observed: the observed session.
-        save: the save that may have created another one.
-    """
-    saved = observed.answers.completed_saves.get(save)
-    return saved or observed.session.status.latest_checkpoint
-
-
-def finished_time(observed: Observed, decision: Decision | None, *, is_stopped: bool) -> str | None:
-    """Return when a session has finished, if it has.
-
-    Args:
-        observed: the observed session.
-        decision: the desired state; None if the session is being deleted.
-        is_stopped: whether nothing is left to save or to delete before the session has finished.
-    """
-    known = observed.session.status.finished_time
-    is_over = decision is not None and decision.desired is DesiredState.FINISHED
-    return timestamp(observed.now) if known is None and is_over and is_stopped else known
-
-
-def phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
-    """Return the phase of a session, which summarizes its conditions."""
+def _phase(observed: Observed, decision: Decision | None, ready: StepStatus) -> Phase:
     if observed.session.deleted is not None:
         return "Terminating"
     if ready.is_reached:

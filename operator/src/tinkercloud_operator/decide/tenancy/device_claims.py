@@ -15,15 +15,15 @@ from pydantic import ValidationError
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason
-from tinkercloud_crds.placement import RolePlacement
-from tinkercloud_crds.shapes import SamplerShape, TrainerShape
+from tinkercloud_crds.pods.placement import RolePlacement
+from tinkercloud_crds.pods.shapes import SamplerShape, TrainerShape
 from tinkercloud_crds.training_session import SERVING_ROLES, TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import GPU_RESOURCE
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.session_facts import age
 from tinkercloud_operator.decide.tenancy.turns import in_turn
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 
 _PLACED = {
     ConditionType.ACCEPTED: "False",

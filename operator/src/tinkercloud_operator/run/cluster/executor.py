@@ -33,7 +33,7 @@ from tinkercloud_operator.decide.session.actions import (
     SetFinalizer,
 )
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
-from tinkercloud_operator.spec.snapshot import Observed
+from tinkercloud_operator.spec.observed import Observed
 
 log = structlog.get_logger(__name__)
 

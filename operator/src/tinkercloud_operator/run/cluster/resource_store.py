@@ -34,8 +34,7 @@ from tinkercloud_operator.run.cluster.session_children import (
 from tinkercloud_operator.run.tenancy.session_index import SessionIndex
 from tinkercloud_operator.run.tenancy.start_order import StartOrder
 from tinkercloud_operator.run.tenancy.tenant_quotas import TenantQuotas
-from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_operator.spec.snapshot import (
+from tinkercloud_operator.spec.observed import (
     Answers,
     Observed,
     OwnerLimits,
@@ -44,6 +43,7 @@ from tinkercloud_operator.spec.snapshot import (
     PoolCluster,
     PoolPlace,
 )
+from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
 
 Metadata = Mapping[str, Any]
 

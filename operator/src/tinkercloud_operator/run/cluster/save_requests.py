@@ -13,7 +13,7 @@ import structlog
 from tinkercloud_operator import metrics
 from tinkercloud_operator.decide.session.actions import GiveAway, HeadRequest
 from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed
-from tinkercloud_operator.spec.snapshot import FailedSave, SaveKey
+from tinkercloud_operator.spec.observed import FailedSave, SaveKey
 
 log = structlog.get_logger(__name__)
 

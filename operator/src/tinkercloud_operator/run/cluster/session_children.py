@@ -11,7 +11,7 @@ from tinkercloud_operator.children.secret_marker import has_secret
 from tinkercloud_operator.decide.pods.deadlines import ending_head
 from tinkercloud_operator.decide.pods.session_pods import failed_pod, pods_of
 from tinkercloud_operator.decide.read import parsing, pod_problems
-from tinkercloud_operator.spec.snapshot import ChildKey, Children, Pod, ProgramPod, SessionPods
+from tinkercloud_operator.spec.observed import ChildKey, Children, Pod, ProgramPod, SessionPods
 
 Metadata = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pool.pool_model import PoolFacts
 from tinkercloud_operator.decide.session.actions import GiveAway, TakeBack
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
-from tinkercloud_operator.spec.snapshot import FailedSave
+from tinkercloud_operator.spec.observed import FailedSave
 
 _GIVE_AWAY, _TAKE_BACK = "give-away", "take-back"
 """Kinds of the requests to give a model away, and to take it back."""

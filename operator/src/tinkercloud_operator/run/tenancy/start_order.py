@@ -19,7 +19,7 @@ from tinkercloud_operator.decide.tenancy.device_claims import (
     waits_for_nodes,
 )
 from tinkercloud_operator.decide.tenancy.quota_claims import Offering
-from tinkercloud_operator.spec.snapshot import ChildKey
+from tinkercloud_operator.spec.observed import ChildKey
 
 
 @dataclass(slots=True)

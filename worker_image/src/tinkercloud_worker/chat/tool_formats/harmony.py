@@ -15,7 +15,7 @@ from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.parts import Part, Thought, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, MarkOutsideStrings
 from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal

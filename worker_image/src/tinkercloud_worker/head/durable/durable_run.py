@@ -31,7 +31,7 @@ from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.save_schedule import SavePoint, SnapshotSchedule
 from tinkercloud_worker.head.order.attempts import Attempts
 from tinkercloud_worker.head.order.journal_entries import JournalEntries
-from tinkercloud_worker.head.order.queue import QueuedRequest
+from tinkercloud_worker.head.order.queued_request import QueuedRequest
 from tinkercloud_worker.head.wire.failed_results import disk_failure
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Record

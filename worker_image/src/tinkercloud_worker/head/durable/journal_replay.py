@@ -14,7 +14,7 @@ from tinkercloud_worker.checkpoints.suspended import SuspendedHead
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.head.order.kept_results import Results
-from tinkercloud_worker.head.order.queue import (
+from tinkercloud_worker.head.order.queued_request import (
     REFUSED,
     Operation,
     QueuedRequest,

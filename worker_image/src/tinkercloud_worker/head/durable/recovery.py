@@ -20,7 +20,8 @@ from tinkercloud_worker.head.durable.kept_journals import Kept
 from tinkercloud_worker.head.durable.suspension import StoredState, Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model
 from tinkercloud_worker.head.order.attempts import EndsHeads
-from tinkercloud_worker.head.order.queue import Operation, QueueSnapshot
+from tinkercloud_worker.head.order.queue import QueueSnapshot
+from tinkercloud_worker.head.order.queued_request import Operation
 
 log = structlog.get_logger(__name__)
 

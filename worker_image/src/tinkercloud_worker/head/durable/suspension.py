@@ -64,7 +64,8 @@ from tinkercloud_worker.head.durable.journal_replay import (
 from tinkercloud_worker.head.durable.state_writer import StateWriter
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model
 from tinkercloud_worker.head.order.kept_results import ExportedResult, Results
-from tinkercloud_worker.head.order.queue import QueuedRequest, QueueSnapshot
+from tinkercloud_worker.head.order.queue import QueueSnapshot
+from tinkercloud_worker.head.order.queued_request import QueuedRequest
 from tinkercloud_worker.head.sampling.samplers import Published, Samplers
 from tinkercloud_worker.head.wire.failed_results import Moved
 from tinkercloud_worker.journal.records import Record

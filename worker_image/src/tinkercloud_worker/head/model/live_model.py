@@ -19,7 +19,8 @@ from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.model.operations import NOT_CREATED, Operations
 from tinkercloud_worker.head.order.kept_results import Results
-from tinkercloud_worker.head.order.queue import ModelQueue, Operation, RequestSource, Role, refusal
+from tinkercloud_worker.head.order.queue import ModelQueue
+from tinkercloud_worker.head.order.queued_request import Operation, RequestSource, Role, refusal
 from tinkercloud_worker.head.order.requests import OrderedRequest, Received, role_of_unread
 from tinkercloud_worker.head.order.unnumbered import GivenNumbers
 from tinkercloud_worker.head.sampling.samplers import Samplers

@@ -41,6 +41,7 @@ from tinkercloud_worker.head.model.save_schedule import SavePoint, SaveSchedule
 from tinkercloud_worker.head.model.saved_model import SavedModel, read_checkpoint
 from tinkercloud_worker.head.model.session_losses import SessionLosses
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.wire.request_times import count_tokens
 from tinkercloud_worker.training import external_weights
 
 NOT_CREATED = "the model has not been created yet"
@@ -135,6 +136,7 @@ class Operations:
         usage = Usage(forward_tokens=tokens) if batch.forward_only else Usage(trained_tokens=tokens)
         if is_new:
             self._backend.usage.count(Payer.of_model(self._spec.owner, self._name), usage)
+            count_tokens(usage.computed_tokens)
         encode = partial(encode_output, request, batch, output)
         encoded = encode() if runs_here else await asyncio.to_thread(encode)
         if not batch.forward_only:

@@ -1,6 +1,6 @@
 """What a journal records of the requests of a run, and which of them are not finished."""
 
-from tinkercloud_worker.head.order.queue import QueuedRequest, Role
+from tinkercloud_worker.head.order.queued_request import QueuedRequest, Role
 from tinkercloud_worker.journal.records import Entry
 
 

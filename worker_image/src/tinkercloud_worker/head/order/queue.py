@@ -10,7 +10,7 @@ Rules beyond order:
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -19,15 +19,20 @@ from tinkercloud_protocol.wire.errors import (
     InvalidRequest,
     Overloaded,
     StateLost,
-    WireError,
 )
-from tinkercloud_protocol.wire.future_responses import Result, failed, failed_with
+from tinkercloud_protocol.wire.future_responses import Result, failed
 from tinkercloud_protocol.wire.ids import ModelId, RequestId
 from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.order.awaited_request import AwaitedRequest
 from tinkercloud_worker.head.order.between_requests import WorkBetween
 from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.queued_request import (
+    Operation,
+    QueuedRequest,
+    Role,
+    refusal,
+)
 from tinkercloud_worker.head.order.request_log import NoLog, RequestLog
 from tinkercloud_worker.head.order.sequencer import Sequencer
 from tinkercloud_worker.head.wire.failed_results import (
@@ -42,56 +47,10 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-Role = Literal["gradient", "step", "save", "load", "other"]
-"""Whether a request adds to the gradient, applies, saves or replaces it, or none of these."""
-
 _GRADIENT_UNCHANGED_OR_REPORTED = (InvalidRequest, Overloaded, GradientLost, StateLost)
 """Failures of an optim_step that leave the gradient unchanged, or report what happened to it."""
 
 _ATTACHED = "not run: another client has attached to this model and continues its order"
-
-REFUSED = "refused"
-"""Path of a request that was rejected before it was queued; the body has the error."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestSource:
-    """The HTTP request behind an operation, from which another process can rebuild it."""
-
-    path: str
-    """Path of the request (`protocol.routes`), or `REFUSED`."""
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """A parsed request.
-
-    `run` returns either the result, or an awaitable of it that finishes in the background (an
-    upload, for example) while the next requests run.
-    """
-
-    run: Callable[[], Awaitable[Result | Awaitable[Result]]]
-    role: Role = "other"
-    source: RequestSource | None = None
-    """None for the request that creates a model, which is never stored."""
-    has_large_result: bool = False
-    """Whether it waits while unread results fill the owner's budget (`Results.has_room`)."""
-    computes_at_once: bool = False
-    """Whether it sends its computation to the engine as soon as it starts."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedRequest:
-    """A request that has its place in the order and has not started."""
-
-    seq_id: int
-    operation: Operation
-    digest: bytes
-    size: int
-    """Bytes of its body."""
-    acknowledged_failure: str | None
-    """The failed request whose failure the client had read when it sent this one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,15 +63,6 @@ class QueueSnapshot:
     """The failed gradient request of the current step: its id and message."""
     has_dirty_gradient: bool = False
     """Whether the gradient still has to be dropped."""
-
-
-def refusal(error: WireError, role: Role = "other") -> Operation:
-    """Return an operation that occupies its place in the order and fails."""
-
-    async def run() -> Result:
-        raise error
-
-    return Operation(run, role, RequestSource(REFUSED, failed_with(error).body))
 
 
 class FailedStep:

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from tinkercloud_worker.head.order.queue import QueuedRequest
+from tinkercloud_worker.head.order.queued_request import QueuedRequest
 
 
 class RequestLog(Protocol):
     """The requests of one model. Methods do not raise, except where they say so."""
 
-    def append(self, queued: "QueuedRequest") -> None:
+    def append(self, queued: QueuedRequest) -> None:
         """Add a request that the queue accepts."""
 
     def record_key(self, seq_id: int, key: str | None) -> None:
@@ -71,7 +70,7 @@ class RequestLog(Protocol):
 class NoLog:
     """Keeps nothing."""
 
-    def append(self, queued: "QueuedRequest") -> None:
+    def append(self, queued: QueuedRequest) -> None:
         """See `RequestLog.append`."""
 
     def record_key(self, seq_id: int, key: str | None) -> None:

@@ -28,7 +28,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, WireError
 from tinkercloud_protocol.wire.ids import RequestId, SamplingSessionId
 from tinkercloud_protocol.wire.json_model import parse_json
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
-from tinkercloud_worker.head.order.queue import Role
+from tinkercloud_worker.head.order.queued_request import Role
 
 OrderedJson = (
     OptimStepRequest

@@ -12,6 +12,11 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 MAX_AHEAD = 4096
 """Numbers a request may be ahead of the one that runs."""
 
+_OTHER_CLIENT = (
+    "If another process has continued this model, stop it or leave the model to it: only one can"
+    " train it. `tinkercloud runs attach` prints the lines that continue it"
+)
+
 
 @dataclass(slots=True)
 class Sequencer:
@@ -50,13 +55,13 @@ class Sequencer:
             if known != digest:
                 raise InvalidRequest(
                     f"seq_id {seq_id} was already used by a request with different content; give"
-                    f" each request its own number{self._advice}"
+                    f" each request its own number{self._advice}. {_OTHER_CLIENT}"
                 )
             return False
         if seq_id < self.next_seq_id:
             raise InvalidRequest(
                 f"seq_id {seq_id} is too low: the next request of this model has seq_id"
-                f" {self.next_seq_id}{self._advice}"
+                f" {self.next_seq_id}{self._advice}. {_OTHER_CLIENT}"
             )
         if seq_id > self.next_seq_id + MAX_AHEAD:
             raise InvalidRequest(

@@ -12,6 +12,7 @@ from tinkercloud_worker.engine.turns.usage_counts import Usage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order.requests import Prepared
 from tinkercloud_worker.head.sampling.samplers import Samplers
+from tinkercloud_worker.head.wire.request_times import count_tokens
 from tinkercloud_worker.metrics import FIRST_TOKEN_SECONDS
 
 
@@ -49,6 +50,7 @@ async def run_sample(
             backend.token_limits.spend(owner, used - reserved)
             if usage != Usage():
                 backend.usage.count(sent.payer, usage)
+                count_tokens(usage.computed_tokens)
     return Result(
         encode_sample_response(result.sequences, result.prompt), future_responses.PROTOBUF
     )

@@ -1,11 +1,11 @@
-"""What a running head consists of: its periodic tasks, and the steps of its shutdown.
+"""What a running head consists of: its periodic tasks, and the steps of startup and shutdown.
 
 `Lifecycle` runs the head from these lists, and a test compares them with a running head.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tinkercloud_worker.head.backend import Backend
@@ -22,6 +22,12 @@ class Head:
     service: HeadService
     backend: Backend
     idle_memory: IdleMemory
+    accept_requests: Callable[[], None]
+    """Lets requests wait no longer for the engine."""
+    expect_leases: Callable[[], None]
+    """Stops the head from now on if no API server holds its lease."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    """The running `TASKS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,31 @@ TASKS = (HeadStep("sweep", _sweep),)
 """What runs as long as the engine is loaded. Components have tasks of their own."""
 
 
+async def _start_tasks(head: Head) -> None:
+    head.tasks.extend(asyncio.create_task(task.run(head), name=task.name) for task in TASKS)
+
+
+async def _accept_requests(head: Head) -> None:
+    head.accept_requests()
+
+
+async def _expect_leases(head: Head) -> None:
+    head.expect_leases()
+
+
+STARTUP = (
+    HeadStep("start the tasks", _start_tasks),
+    HeadStep("accept requests", _accept_requests),
+    HeadStep("expect leases of API servers", _expect_leases),
+)
+"""Steps after the engine is loaded, in order."""
+
+
+async def _end_tasks(head: Head) -> None:
+    for task in head.tasks:
+        task.cancel()
+
+
 async def _close_service(head: Head) -> None:
     head.service.close()
 
@@ -76,20 +107,14 @@ async def _stop_engine(head: Head) -> None:
 
 
 SHUTDOWN = (
+    HeadStep("end the tasks", _end_tasks),
     HeadStep("close the service", _close_service),
     HeadStep("stop the processes of custom losses", _stop_losses),
     HeadStep("close the sampler", _close_sampler),
     HeadStep("stop the engine thread", _stop_engine),
 )
-"""Steps after all models are suspended or lost and after the end of `TASKS`, in order."""
+"""Steps after all models are suspended or lost, in order.
 
-
-def start(head: Head) -> list[asyncio.Task[None]]:
-    """Start the tasks of a head."""
-    return [asyncio.create_task(task.run(head), name=task.name) for task in TASKS]
-
-
-async def stop(head: Head) -> None:
-    """Take the steps of the shutdown."""
-    for step in SHUTDOWN:
-        await step.run(head)
+`Lifecycle` suspends them before, from the stop signal on: clients still get results meanwhile, and
+an engine that is still loading may have to be loaded first.
+"""

@@ -34,7 +34,7 @@ from tinkercloud_worker.chat import anthropic_messages, openai_requests
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.chat_images import model_input
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
-from tinkercloud_worker.chat.grammars import Grammar, Grammars
+from tinkercloud_worker.chat.grammar.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
 from tinkercloud_worker.chat.parts import Part
 from tinkercloud_worker.chat.prompt_limits import check_body
@@ -559,7 +559,7 @@ class Call:
         Raises:
             NotFound: it is not one of the sampling session that the request was routed to.
         """
-        found = recorded_paths.parse(self.request.path)
+        found = self.request.recorded
         if found is None or found.sampler_id != self.target:
             name = self.request.path.removeprefix(routes.OPENAI_SESSIONS + "/").partition("/")[0]
             raise NotFound(f"recorded session {name[:256]!r} is unknown")

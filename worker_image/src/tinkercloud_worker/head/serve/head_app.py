@@ -48,7 +48,6 @@ from tinkercloud_protocol.responses.json_results import forward_backward_as_json
 from tinkercloud_protocol.wire import (
     envelope,
     future_responses,
-    recorded_paths,
     request_ids,
     routes,
 )
@@ -129,13 +128,13 @@ class HeadApp:
     async def _respond(self, request: Request) -> Response | Stream:
         route = _BY_ROUTE.get((request.method, request.path))
         if route is None:
-            route = _BY_ROUTE.get((request.method, _pattern_of(request.path)))
+            route = _BY_ROUTE.get((request.method, _pattern_of(request)))
         if request.method == "POST" and routes.REFUSAL_HEADER in request.headers:
             route = _REFUSED
         if route is None or route.needs_token:
             self._authenticate(request)
         if route is None:
-            paths = {request.path, _pattern_of(request.path)}
+            paths = {request.path, _pattern_of(request)}
             if allowed := {each.method for each in ROUTES if each.path in paths}:
                 raise MethodNotAllowed(request.method, request.path, allowed)
             raise NotFound(f"a session head does not serve {request.method} {request.path}")
@@ -516,11 +515,11 @@ _REFUSED = HeadRoute("POST", "*", _BATCH, HeadApp._refused)
 """Any path, with the header that says why the API server rejects the request."""
 
 
-def _pattern_of(path: str) -> str:
+def _pattern_of(request: Request) -> str:
     """Return the pattern of a path that names something."""
-    if (recorded := recorded_paths.parse(path)) is not None:
-        return f"{routes.OPENAI_SESSIONS}/{{id}}/{recorded.action}"
-    return f"/{path.split('/', 2)[1]}/{{id}}"
+    if request.recorded is not None:
+        return f"{routes.OPENAI_SESSIONS}/{{id}}/{request.recorded.action}"
+    return f"/{request.path.split('/', 2)[1]}/{{id}}"
 
 
 def _error_response(path: str, error: WireError) -> Response:

@@ -69,10 +69,7 @@ class Lifecycle:
         self._timings = timings
         self._has_journals = has_journals
         self._build = build
-        self._service: HeadService | None = None
-        self._backend: Backend | None = None
         self._head: assembly.Head | None = None
-        self._tasks: list[asyncio.Task[None]] = []
         self._ready = asyncio.Event()
         self._leases = 0
         self._orphan_timer: asyncio.TimerHandle | None = None
@@ -90,9 +87,7 @@ class Lifecycle:
         Raises:
             Unavailable: the engine is still loading.
         """
-        if self._service is None:
-            raise Unavailable("the session head is loading its model; send the request again")
-        return self._service
+        return self._loaded().service
 
     @property
     def backend(self) -> Backend:
@@ -101,9 +96,12 @@ class Lifecycle:
         Raises:
             Unavailable: the engine is still loading.
         """
-        if self._backend is None:
+        return self._loaded().backend
+
+    def _loaded(self) -> assembly.Head:
+        if self._head is None:
             raise Unavailable("the session head is loading its model; send the request again")
-        return self._backend
+        return self._head
 
     def start(self) -> None:
         """Start loading."""
@@ -112,17 +110,20 @@ class Lifecycle:
     async def _load(self) -> None:
         try:
             backend = await asyncio.to_thread(self._build)
+            self._head = assembly.Head(
+                HeadService(backend),
+                backend,
+                IdleMemory(backend),
+                accept_requests=self._ready.set,
+                expect_leases=self.expect_leases,
+            )
+            for step in assembly.STARTUP:
+                await step.run(self._head)
         except Exception:
             log.exception("failed to load the engine")
             self.has_failed = True
             _stop_process()
             return
-        self._backend = backend
-        self._service = HeadService(backend)
-        self._head = assembly.Head(self._service, backend, IdleMemory(backend))
-        self._tasks = assembly.start(self._head)
-        self._ready.set()
-        self._update_orphan_timer()
         log.info("ready", model=backend.config.model.name, progress="the model is loaded")
 
     def check_alive(self) -> None:
@@ -131,19 +132,20 @@ class Lifecycle:
         Raises:
             Unavailable: it can't, and should be ended.
         """
-        if self._backend is None:
+        if self._head is None:
             return
-        if not self._backend.thread.is_alive:
+        thread, trainer = self.backend.thread, self.backend.config.trainer
+        if not thread.is_alive:
             raise Unavailable("the engine thread has stopped; send the request again")
-        silent, trainer = self._backend.thread.silent_seconds(), self._backend.config.trainer
+        silent = thread.silent_seconds()
         starting = trainer.start_timeout_seconds if trainer.ranks else 0.0
         if silent > _HUNG_SECONDS + starting:
             raise Unavailable(f"the engine hangs: it has reported no progress for {silent:.0f} s")
 
     def set_owner_limits(self, limits: OwnerLimits) -> None:
         """Apply the current limits of an owner; ignored while the engine is loading."""
-        if self._backend is not None:
-            self._backend.set_owner_limits(limits)
+        if self._head is not None:
+            self._head.backend.set_owner_limits(limits)
 
     def check_ready(self) -> None:
         """Check that requests are accepted.
@@ -196,22 +198,24 @@ class Lifecycle:
     def held_lease(self) -> Iterator[None]:
         """Count a lease that an API server holds until the context ends."""
         self._leases += 1
-        self._update_orphan_timer()
+        self.expect_leases()
         try:
             yield
         finally:
             self._leases -= 1
-            self._update_orphan_timer()
+            self.expect_leases()
 
     async def lease_reports(self) -> AsyncIterator[bytes]:
         """Yield the reports of the head as they change, and the last one when it stops."""
         with suppress(Unavailable):
             await self.wait_until_ready()
-        if self._backend is not None and self._service is not None:
-            async for line in lease_reports(self._backend, self._service.durability, self.drained):
+        if self._head is not None:
+            durability = self._head.service.durability
+            async for line in lease_reports(self._head.backend, durability, self.drained):
                 yield line
 
-    def _update_orphan_timer(self) -> None:
+    def expect_leases(self) -> None:
+        """Stop the head after a while if no API server holds its lease by then."""
         if self._orphan_timer is not None:
             self._orphan_timer.cancel()
             self._orphan_timer = None
@@ -233,8 +237,8 @@ class Lifecycle:
         end = asyncio.get_running_loop().time() + self._timings.stop_seconds
         try:
             await self._finish_loading(end)
-            if self._service is not None and self._backend is not None:
-                await self._suspend_in_time(self._service, self._backend.config.unsaved_dir, end)
+            if self._head is not None:
+                await self._suspend_in_time(self.service, self.backend.config.unsaved_dir, end)
         except TimeoutError:
             log.critical("out of time: stopping, and models that are not suspended are lost")
         except Unavailable as error:
@@ -243,8 +247,8 @@ class Lifecycle:
             )
         finally:
             # The process must end after any failure.
-            if self._service is not None:
-                self._service.results.release()
+            if self._head is not None:
+                self._head.service.results.release()
             self.drained.set()
 
     async def _finish_loading(self, end: float) -> None:
@@ -297,10 +301,9 @@ class Lifecycle:
         await self.drained.wait()
         if self._loading is not None:
             self._loading.cancel()
-        for task in self._tasks:
-            task.cancel()
         if self._head is not None:
-            await assembly.stop(self._head)
+            for step in assembly.SHUTDOWN:
+                await step.run(self._head)
 
 
 def _stop_process() -> None:

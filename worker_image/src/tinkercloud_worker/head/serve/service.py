@@ -29,9 +29,9 @@ from tinkercloud_worker.head.model.model_registry import ModelRegistry
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.requests import Prepared, Received
 from tinkercloud_worker.head.sampling.samplers import Samplers
-from tinkercloud_worker.head.serve.model_creation import ModelCreation
-from tinkercloud_worker.head.serve.model_deletion import ModelDeletion
-from tinkercloud_worker.head.serve.model_restoration import ModelRestoration
+from tinkercloud_worker.head.serve.models.model_creation import ModelCreation
+from tinkercloud_worker.head.serve.models.model_deletion import ModelDeletion
+from tinkercloud_worker.head.serve.models.model_restoration import ModelRestoration
 from tinkercloud_worker.head.serve.reports import head_status, why_sample_waits
 from tinkercloud_worker.head.serve.retrieval import LONG_POLL, Poll, Retrieval
 from tinkercloud_worker.head.serve.running_samples import RunningSamples

@@ -6,11 +6,13 @@ The head speaks bare ASGI because its requests are large and of few kinds.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from tinkercloud_protocol.wire import asgi
+from tinkercloud_protocol.wire import asgi, recorded_paths
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest, WireError
 from tinkercloud_protocol.wire.future_responses import JSON
+from tinkercloud_protocol.wire.recorded_paths import RecordedPath
 
 LARGE_BODY_BYTES = 64 << 10
 """Bodies of this size and above take longer to parse than the event loop may be blocked."""
@@ -59,6 +61,11 @@ class Request(asgi.Request):
         self._prefix = b""
         self.max_bytes = 0
         """Limit of the body: that of its route."""
+
+    @cached_property
+    def recorded(self) -> RecordedPath | None:
+        """The parts of the path; None if it is not that of a recorded session."""
+        return recorded_paths.parse(self.path)
 
     def body_bytes(self) -> int:
         """Return an upper bound of the decompressed body's size, before it is received."""

@@ -3,6 +3,8 @@
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
@@ -25,8 +27,23 @@ MAX_SESSIONS = 256
 MAX_ALL_SPANS = 100_000
 """Spans that are kept of all sessions, about 20 MB."""
 
-_Row = tuple[str, str, float, float, float, str | None]
+_Row = tuple[str, str, float, float, float, str | None, int]
 """The fields of a `Span`, which would take several times as much memory."""
+
+
+@dataclass(slots=True)
+class _Work:
+    tokens: int = 0
+
+
+_RUNNING: ContextVar[_Work | None] = ContextVar("running", default=None)
+"""The work of the request that runs in a task and those that it starts."""
+
+
+def count_tokens(count: int) -> None:
+    """Count tokens that were computed for the request that runs, for its span."""
+    if (work := _RUNNING.get()) is not None:
+        work.tokens += count
 
 
 class SpanRecorder:
@@ -61,10 +78,14 @@ class SpanRecorder:
             # The clock may be set back.
             OWNER_WAIT_SECONDS.labels(owner).inc(max(started - accepted, 0.0))
             OWNER_REQUESTS.labels(owner).inc()
+            done = _Work()
+            _RUNNING.set(done)
             try:
                 return await work()
             finally:
-                self._add((target, name, accepted, started, self._clock(), request))
+                _RUNNING.set(None)
+                finished = self._clock()
+                self._add((target, name, accepted, started, finished, request, done.tokens))
 
         return run
 
@@ -78,14 +99,15 @@ class SpanRecorder:
                 started=started,
                 finished=finished,
                 request=request,
+                tokens=tokens,
             )
-            for target, name, accepted, started, finished, request in self._sessions.get(
+            for target, name, accepted, started, finished, request, tokens in self._sessions.get(
                 session_id, ()
             )
         ]
 
     def _add(self, row: _Row) -> None:
-        _, name, accepted, started, finished, _ = row
+        _, name, accepted, started, finished, _, _ = row
         # The format of a batch is a part of its name; the clock may be set back.
         kind = name.partition(" ")[0]
         REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))

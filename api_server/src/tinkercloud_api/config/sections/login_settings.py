@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tinkercloud_api.config.download_settings import PublicUrl
+from tinkercloud_api.config.sections.download_settings import PublicUrl
 
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from tinkercloud_crds.extras import FOR_PODS, Environment, ExtendedResources
-from tinkercloud_crds.placement import ObjectName, RolePlacement
+from tinkercloud_crds.pods.extras import FOR_PODS, Environment, ExtendedResources
+from tinkercloud_crds.pods.placement import ObjectName, RolePlacement
 from tinkercloud_crds.structural import Part, rules
 
 Text = Annotated[str, Field(max_length=253)]

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from tinkercloud_crds.placement import ObjectName
-from tinkercloud_crds.shapes import Image, Message, Quantity, Seconds, Text
+from tinkercloud_crds.pods.placement import ObjectName
+from tinkercloud_crds.pods.shapes import Image, Message, Quantity, Seconds, Text
 from tinkercloud_crds.structural import Part, Schema, rules
 
 ProgramPhase = Literal["Pending", "Running", "Succeeded", "Failed", "Stopped"]

@@ -14,7 +14,7 @@ from tinkercloud_worker.head.durable.suspended_models import SuspendedModels
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState
 from tinkercloud_worker.head.model.model_registry import ModelRegistry, SuspendedModel
-from tinkercloud_worker.head.serve.model_deletion import Spawn
+from tinkercloud_worker.head.serve.models.model_deletion import Spawn
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from tinkercloud_worker.head.model.autosaver import Autosaver
 from tinkercloud_worker.head.model.live_model import LiveModel, new_model, too_many_models
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent
 from tinkercloud_worker.head.model.model_registry import ModelRegistry
-from tinkercloud_worker.head.serve.model_deletion import Spawn
+from tinkercloud_worker.head.serve.models.model_deletion import Spawn
 
 
 @dataclass(frozen=True, slots=True)

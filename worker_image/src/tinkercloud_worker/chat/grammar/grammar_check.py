@@ -1,4 +1,4 @@
-"""`python -m tinkercloud_worker.chat.grammar_check`: try grammars, as a process that may fail.
+"""`python -m tinkercloud_worker.chat.grammar.grammar_check`: try grammars in a process of its own.
 
 llguidance limits what a step costs, but a few schemas overflow its stack, or make it compute for
 hours. So each grammar is tried here once, with limits of the kernel, before the head compiles it.

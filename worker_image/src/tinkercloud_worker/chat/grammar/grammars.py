@@ -20,8 +20,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
-from tinkercloud_worker.chat.answer_rules import AnswerRule, schemas_of
-from tinkercloud_worker.chat.grammar_check import SECONDS, compiled
+from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, schemas_of
+from tinkercloud_worker.chat.grammar.grammar_check import SECONDS, compiled
 from tinkercloud_worker.chat.text import ChatText
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def _check(sources: Sequence[tuple[str, str]]) -> None:
     Raises:
         InvalidRequest: one of them fails; the message names its field.
     """
-    command = [sys.executable, "-m", "tinkercloud_worker.chat.grammar_check"]
+    command = [sys.executable, "-m", "tinkercloud_worker.chat.grammar.grammar_check"]
     asked = json.dumps([source for _, source in sources]).encode()
     try:
         ended = subprocess.run(  # noqa: S603 - our own module

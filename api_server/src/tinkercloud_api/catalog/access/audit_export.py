@@ -1,0 +1,56 @@
+"""The audit log as a file that is verified without the catalog: one row of the chain per line."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from tinkercloud_api.catalog.access.audit_chain import ChainCheck, Mark, Verdict
+from tinkercloud_api.catalog.schema.tables import AuditEntry
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.json_model import describe
+
+
+class ExportedRow(BaseModel):
+    """A line of an exported audit log, as JSON: a row of the table."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+
+    id: int
+    at: AwareDatetime
+    owner: str
+    key_id: int | None
+    event: str
+    details: dict[str, Any]
+    outcome_of: int | None
+    hash: str
+
+
+def line_of(entry: AuditEntry) -> str:
+    """Return a row as a line of an exported log, without a line break."""
+    return ExportedRow.model_validate(entry).model_dump_json()
+
+
+def verify_lines(lines: Iterable[str], mark: Mark | None) -> Verdict:
+    """Check that no row of an exported log was changed, inserted or removed.
+
+    Only a mark tells whether rows are missing at its end.
+
+    Args:
+        lines: the file's lines, in their order.
+        mark: a row that must be in it.
+
+    Raises:
+        InvalidRequest: a line is not one of an exported log.
+    """
+    check = ChainCheck(mark)
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = ExportedRow.model_validate_json(line)
+        except ValidationError as error:
+            raise InvalidRequest(
+                f"line {number}: {describe(error, 'the line')}; expected an entry as"
+                " `tinkercloud audit export` prints it"
+            ) from None
+        check.add(AuditEntry(**row.model_dump()))
+    return check.finish(check.verdict.newest)

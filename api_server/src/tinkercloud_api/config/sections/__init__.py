@@ -1,0 +1,1 @@
+"""Settings by subject: downloads, login, prices, programs, tenants."""

@@ -1,0 +1,132 @@
+"""The checkpoints on the page of a run: downloading, publishing, keeping and deleting them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from http import HTTPStatus
+from typing import Annotated
+
+from fastapi import Request
+from fastapi.responses import RedirectResponse, Response
+from pydantic import BaseModel, Field
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import changes, declares
+from tinkercloud_api.console.pages import (
+    OWN_FORM,
+    Sent,
+    Session,
+    check_confirmed,
+    lead_to,
+    page_router,
+    read,
+    segment,
+)
+from tinkercloud_api.context import Context, Server
+from tinkercloud_api.routes.checkpoints import download_routes, run_routes
+from tinkercloud_protocol.responses.listings import CheckpointInfo
+from tinkercloud_protocol.responses.run_states import RunCheckpoint, RunDetails
+from tinkercloud_protocol.wire.paths import CheckpointPath
+
+_SHOWN = 100
+"""Checkpoints of a page."""
+_CHECKPOINT = "/runs/{run_id}/checkpoints/{checkpoint_id:path}"
+
+router = page_router()
+
+
+@dataclass(frozen=True, slots=True)
+class ListedCheckpoints:
+    """The checkpoints of a run."""
+
+    saved: Sequence[CheckpointInfo]
+    """The newest of those that clients have saved, newest first."""
+    total: int
+    """Number of all that clients have saved."""
+    steps: Mapping[str, int]
+    """Steps by path, as far as they are known."""
+    automatic: Sequence[RunCheckpoint]
+    """Those of the head, newest first."""
+
+
+async def listed(run: RunDetails, server: Context, caller: Principal) -> ListedCheckpoints:
+    """Return the checkpoints of a run for its page.
+
+    Raises:
+        NotFound: the run does not exist for this caller.
+    """
+    found = await run_routes.list_run_checkpoints(run.run_id, server, caller)
+    saved = list(reversed(found.checkpoints))
+    paths = {each.tinker_path for each in saved}
+    return ListedCheckpoints(
+        saved[:_SHOWN],
+        len(saved),
+        {each.tinker_path: each.step for each in run.checkpoints},
+        [each for each in run.checkpoints if each.tinker_path not in paths],
+    )
+
+
+class _Lifetime(BaseModel):
+    """What the form about a checkpoint's lifetime holds."""
+
+    days: Annotated[int, Field(ge=1, le=3650)]
+
+
+@router.get(_CHECKPOINT + "/archive")
+async def download_checkpoint(
+    run_id: str, checkpoint_id: str, request: Request, server: Server, session: Session
+) -> Response:
+    """Lead to the signed URL of a checkpoint as a tar file."""
+    path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
+    base_url = download_routes.base_url(request, server)
+    answer = await server.downloads.archive_url(path, session.caller, base_url)
+    return RedirectResponse(answer.url, HTTPStatus.SEE_OTHER, {"Cache-Control": "no-store"})
+
+
+@router.post(_CHECKPOINT + "/publish", dependencies=[OWN_FORM])
+@declares(changes("checkpoint_publish"))
+async def publish_checkpoint(
+    run_id: str, checkpoint_id: str, server: Server, session: Session
+) -> Response:
+    """Let everybody with an API key read a checkpoint, and show its run again."""
+    await run_routes.publish(run_id, checkpoint_id, server, session.caller)
+    return _back_to(run_id)
+
+
+@router.post(_CHECKPOINT + "/unpublish", dependencies=[OWN_FORM])
+@declares(changes("checkpoint_unpublish"))
+async def unpublish_checkpoint(
+    run_id: str, checkpoint_id: str, server: Server, session: Session
+) -> Response:
+    """Let only its owner read a checkpoint, and show its run again."""
+    await run_routes.unpublish(run_id, checkpoint_id, server, session.caller)
+    return _back_to(run_id)
+
+
+@router.post(_CHECKPOINT + "/ttl")
+@declares(changes("checkpoint_ttl_set"))
+async def keep_checkpoint(
+    run_id: str, checkpoint_id: str, sent: Sent, server: Server, session: Session
+) -> Response:
+    """Keep a checkpoint for some days, or without a limit, and show its run again."""
+    seconds = None
+    if sent.get("unlimited") != "yes":
+        seconds = int(timedelta(days=read(_Lifetime, sent).days).total_seconds())
+    wanted = run_routes.Ttl(ttl_seconds=seconds)
+    await run_routes.set_ttl(run_id, checkpoint_id, wanted, server, session.caller)
+    return _back_to(run_id)
+
+
+@router.post(_CHECKPOINT + "/delete")
+@declares(changes("checkpoint_delete"))
+async def delete_checkpoint(
+    run_id: str, checkpoint_id: str, sent: Sent, server: Server, session: Session
+) -> Response:
+    """Delete a checkpoint, and show its run again."""
+    check_confirmed(sent)
+    await run_routes.delete_checkpoint(run_id, checkpoint_id, server, session.caller)
+    return _back_to(run_id)
+
+
+def _back_to(run_id: str) -> Response:
+    return lead_to(f"runs/{segment(run_id)}#checkpoints")

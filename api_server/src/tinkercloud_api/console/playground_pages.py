@@ -1,0 +1,173 @@
+"""The playground: one question to a base model and to a checkpoint, and both answers."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from tinkercloud_api.access.auth import Principal
+from tinkercloud_api.access.effects import WORKS, declares, names_no_object
+from tinkercloud_api.access.roles import Role
+from tinkercloud_api.console.pages import Sent, Session, page_router, read, show
+from tinkercloud_api.context import Context, Server
+from tinkercloud_api.routes.checkpoints import run_routes
+from tinkercloud_api.routes.models import chat_routes
+from tinkercloud_api.routes.requests.call import Call
+from tinkercloud_api.web.asgi_http import HotRequest
+from tinkercloud_protocol.wire import routes
+from tinkercloud_protocol.wire.asgi import Message
+from tinkercloud_protocol.wire.errors import WireError
+from tinkercloud_protocol.wire.json_model import Name
+
+_SECONDS = 60.0
+"""How long a browser waits for answers at most."""
+_CHECKPOINTS = 500
+"""Checkpoints that are looked at, the newest first."""
+_MAX_TOKENS = 512
+_BLANK = {
+    **dict.fromkeys(("base_model", "checkpoint", "kind", "prompt", "seed"), ""),
+    "max_tokens": "64",
+    "temperature": "1",
+}
+"""What the form shows before it is sent."""
+
+router = page_router()
+
+
+class _Question(BaseModel):
+    """What the form holds."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    base_model: Name
+    checkpoint: Annotated[str, Field(max_length=1024)] = ""
+    """Path of a checkpoint, or id of a run; empty for none."""
+    kind: Literal["chat", "text"] = "chat"
+    prompt: Annotated[str, Field(min_length=1, max_length=20_000)]
+    max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 64
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+
+    def body(self, model: str) -> bytes:
+        """Return the body of the request to a model."""
+        wanted: dict[str, Any] = {
+            "model": model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "seed": self.seed,
+        }
+        if self.kind == "chat":
+            wanted |= {"messages": [{"role": "user", "content": self.prompt}], "logprobs": True}
+        else:
+            wanted |= {"prompt": self.prompt, "logprobs": 0}
+        return orjson.dumps(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a model has answered."""
+
+    model: str
+    text: str = ""
+    tokens: Sequence[tuple[str, float]] = ()
+    """Its tokens with their logprobs."""
+    problem: str | None = None
+    """Why there is no answer."""
+
+
+@router.get("/playground")
+@names_no_object
+async def show_playground(server: Server, session: Session) -> Response:
+    """Show the form of a question."""
+    return await _shown(server, session, {}, [])
+
+
+@router.post("/playground")
+@declares(WORKS)
+async def ask(sent: Sent, server: Server, session: Session) -> Response:
+    """Ask a base model, and a checkpoint if one is chosen, and show their answers."""
+    question = read(_Question, sent)
+    models = [question.base_model, *([question.checkpoint] if question.checkpoint else [])]
+    answers = [_answer(model, question, server, session.caller) for model in models]
+    return await _shown(server, session, sent, await asyncio.gather(*answers))
+
+
+async def _shown(
+    server: Context, session: Session, sent: Mapping[str, str], answers: Sequence[_Answer]
+) -> Response:
+    saved = await run_routes.list_checkpoints(server, session.caller, _CHECKPOINTS, 0, "accessible")
+    return show(
+        "playground.html",
+        session=session,
+        models=[model.name for model in server.provider.models()],
+        checkpoints=[
+            each.tinker_path
+            for each in saved.checkpoints
+            if each.checkpoint_type == "sampler" and each.damage is None
+        ],
+        may_ask=session.caller.role is not Role.READ_ONLY,
+        max_tokens=_MAX_TOKENS,
+        sent={**_BLANK, **sent},
+        answers=answers,
+    )
+
+
+async def _answer(model: str, question: _Question, server: Context, caller: Principal) -> _Answer:
+    """Return what a model answers, or why it does not."""
+    seconds = min(_SECONDS, server.settings.sample_wait_seconds)
+    try:
+        async with asyncio.timeout(seconds):
+            status, content = await _sampled(model, question, server, caller)
+    except TimeoutError:
+        why = (
+            f"no answer within {seconds:g} s: the model loads or is busy, as the page Models shows;"
+            " ask again, or for fewer tokens"
+        )
+        return _Answer(model, problem=why)
+    except WireError as error:
+        return _Answer(model, problem=error.message)
+    if status != HTTPStatus.OK:
+        return _Answer(model, problem=str(content["error"]["message"]))
+    choice = content["choices"][0]
+    logprobs = choice["logprobs"] or {}
+    if question.kind == "chat":
+        entries = logprobs.get("content") or []
+        tokens = [(each["token"], each["logprob"]) for each in entries]
+        return _Answer(model, choice["message"]["content"] or "", tokens)
+    pairs = zip(logprobs.get("tokens", []), logprobs.get("token_logprobs", []), strict=True)
+    return _Answer(model, choice["text"], list(pairs))
+
+
+async def _sampled(
+    model: str, question: _Question, server: Context, caller: Principal
+) -> tuple[int, Any]:
+    """Send the request that a client of the OpenAI API would send.
+
+    Returns:
+        The status and the JSON of its response.
+
+    Raises:
+        WireError: it was refused before it reached a session head.
+    """
+    path = routes.OPENAI_CHAT if question.kind == "chat" else routes.OPENAI_COMPLETIONS
+    body, response = question.body(model), list[Message]()
+    waiting: asyncio.Queue[Message] = asyncio.Queue()
+    waiting.put_nowait({"type": "http.request", "body": body})
+    headers = [(b"content-type", b"application/json")]
+    # After the body, it waits like a client that stays connected.
+    request = HotRequest(
+        {"method": "POST", "path": path, "headers": headers}, waiting.get, len(body)
+    )
+
+    async def keep(message: Message) -> None:
+        response.append(message)
+
+    call = Call(server, request, keep, caller)
+    await chat_routes.forward(call)
+    content = b"".join(message.get("body", b"") for message in response)
+    return call.status or HTTPStatus.SERVICE_UNAVAILABLE, orjson.loads(content)

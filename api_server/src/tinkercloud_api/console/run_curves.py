@@ -1,0 +1,113 @@
+"""What the page of a run shows of its curve: some of its steps, as charts and as a table."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from tinkercloud_api.console.charts import Chart, Place, by_steps_taken, chart
+from tinkercloud_protocol.responses.run_states import (
+    CurveMetric,
+    LoggedPoint,
+    RunCurve,
+    RunCurvePoint,
+)
+
+METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens")
+"""The metrics of optimizer steps, in the order of their charts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zoom:
+    """The steps that a page shows, both ends included."""
+
+    first: int
+    last: int
+    is_whole: bool
+    """Whether no others were asked for than all steps of the run."""
+
+    @property
+    def halves(self) -> Mapping[str, "Zoom"]:
+        """The halves of the steps, by name; none of a single step."""
+        if self.first >= self.last:
+            return {}
+        middle = (self.first + self.last) // 2
+        return {
+            "First half": Zoom(self.first, middle, is_whole=False),
+            "Last half": Zoom(middle + 1, self.last, is_whole=False),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCurve:
+    """What a page shows."""
+
+    zoom: Zoom
+    points: Sequence[RunCurvePoint]
+    """The rows of the table."""
+    metrics: Sequence[str]
+    """Its columns."""
+    charts: Sequence[Chart]
+
+
+def shown_curve(curve: RunCurve, first: int | None, last: int | None) -> ShownCurve:
+    """Return what the page of a run shows.
+
+    Args:
+        curve: the whole curve.
+        first: the first step to show, counted as the axis of the charts does; None for all.
+        last: the last one, likewise.
+    """
+    taken, logged = by_steps_taken(curve.points), _logged(curve)
+    zoom = _zoom(list(chain(taken, *logged.values())), first, last)
+    found = _within(zoom, taken)
+    of_client = (chart(name, {curve.run_id: _within(zoom, of)}) for name, of in logged.items())
+    return ShownCurve(
+        zoom=zoom,
+        points=[point for _, point in found],
+        metrics=[name for name in METRICS if any(name in point.metrics for _, point in found)],
+        charts=[*charts_of({curve.run_id: found}), *(each for each in of_client if each)],
+    )
+
+
+def charts_of(placed: Mapping[str, Sequence[Place]]) -> list[Chart]:
+    """Return the charts of optimizer steps of runs, on common axes.
+
+    Args:
+        placed: the points of the runs, by name.
+    """
+    return [found for name in METRICS if (found := chart(name, placed)) is not None]
+
+
+def _zoom(places: Sequence[Place], first: int | None, last: int | None) -> Zoom:
+    earliest = min((step - point.steps + 1 for step, point in places), default=0)
+    latest = max((step for step, _ in places), default=earliest)
+    return Zoom(
+        earliest if first is None else first,
+        latest if last is None else last,
+        is_whole=first is None and last is None,
+    )
+
+
+def _within(zoom: Zoom, places: Iterable[Place]) -> list[Place]:
+    """Return the places whose point has a step that is shown."""
+    return [
+        (step, point)
+        for step, point in places
+        if step >= zoom.first and step - point.steps < zoom.last
+    ]
+
+
+def _logged(curve: RunCurve) -> dict[str, list[Place]]:
+    """Return what the client of a run has logged, by name."""
+    return {
+        name: [(value.step, _as_point(name, value)) for value in values]
+        for name, values in curve.logged.items()
+    }
+
+
+def _as_point(name: str, logged: LoggedPoint) -> RunCurvePoint:
+    number = logged.value
+    value = CurveMetric.model_construct(mean=number, low=number, high=number, not_finite=0)
+    return RunCurvePoint.model_construct(
+        step=logged.step, steps=1, time=logged.time, metrics={name: value}
+    )

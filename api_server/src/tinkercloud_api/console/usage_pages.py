@@ -1,0 +1,52 @@
+"""The page about what was used, and what it costs."""
+
+from datetime import date, timedelta
+from typing import Annotated
+
+from fastapi import Query
+from fastapi.responses import Response
+
+from tinkercloud_api.access.effects import names_no_object
+from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.console.pages import Session, page_router, show
+from tinkercloud_api.context import Server
+from tinkercloud_api.routes.account import usage_routes
+
+_ROWS = 1000
+"""Rows of a table."""
+
+router = page_router()
+
+
+@router.get("/usage")
+@names_no_object
+async def show_usage(
+    server: Server, session: Session, month: Annotated[str | None, Query(max_length=7)] = None
+) -> Response:
+    """Show what was used in a month by project, and by owner and day, and what checkpoints occupy.
+
+    Args:
+        server: the server.
+        session: the session of the browser.
+        month: year and month (UTC), such as 2026-11; None for this one.
+    """
+    chosen = month or f"{now():%Y-%m}"
+    of_month = await usage_routes.show_month(
+        server, session.caller, chosen, access_scope="accessible"
+    )
+    found = await usage_routes.show_usage(
+        server, session.caller, "day", limit=_ROWS, offset=0, access_scope="accessible"
+    )
+    first = date.fromisoformat(f"{chosen}-01")
+    return show(
+        "usage.html",
+        session=session,
+        of_month=of_month,
+        rows=_ROWS,
+        has_prices=bool(server.settings.prices.models),
+        months=[f"{each:%Y-%m}" for each in (first - timedelta(1), first + timedelta(31))],
+        usage=found.usage,
+        storage=found.storage,
+        twin=f"usage/month?month={chosen}&access_scope=accessible",
+        command=f"tinkercloud usage --month {chosen} --all",
+    )

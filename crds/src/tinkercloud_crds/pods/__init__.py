@@ -1,0 +1,1 @@
+"""Parts of the custom resources that describe pods: resources, placement, extras, programs."""

@@ -1,0 +1,95 @@
+"""What `tinkercloud runs export` copies of a curve."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tinkercloud_api.cli import app
+from tinkercloud_api.commands.runs.export_command import points_of
+
+
+def metric(mean: float | None, low: float | None = None, high: float | None = None) -> Any:
+    return {"mean": mean, "low": low, "high": high, "not_finite": int(mean is None)}
+
+
+def at(second: int) -> str:
+    return f"1970-01-01T00:00:{second:02}Z"
+
+
+def exported(points: list[Any], logged: dict[str, Any] | None = None) -> list[Any]:
+    found = points_of({"points": points, "logged": logged or {}})
+    return [(each.time, each.step, each.values) for each in found]
+
+
+def test_points_of_several_steps_have_their_lowest_and_highest_values() -> None:
+    one = {"step": 1, "steps": 1, "time": at(1), "metrics": {"loss": metric(2.0, 2.0, 2.0)}}
+    two = {"step": 3, "steps": 2, "time": at(3), "metrics": {"loss": metric(1.5, 1.0, 2.0)}}
+
+    assert exported([one, two]) == [
+        (1.0, 1, {"loss": 2.0}),
+        (3.0, 3, {"loss": 1.5, "loss_min": 1.0, "loss_max": 2.0}),
+    ]
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    metrics = {"loss": metric(None), "tokens": metric(4.0)}
+    point = {"step": 1, "steps": 1, "time": at(1), "metrics": metrics}
+    empty = {"step": 2, "steps": 1, "time": at(2), "metrics": {"loss": metric(None)}}
+
+    assert exported([point, empty]) == [(1.0, 1, {"tokens": 4.0})]
+
+
+@pytest.mark.parametrize(
+    ("name", "accepted"),
+    [
+        ("loss", "logged/loss"),
+        ("env/reward mean", "logged/env/reward mean"),
+        ("Δ%", "logged/Δ_"),
+        ("../loss", "logged/loss"),
+        ("/", "logged/_"),
+    ],
+)
+def test_what_a_client_logs_is_apart_and_in_the_order_of_time(name: str, accepted: str) -> None:
+    point = {"step": 2, "steps": 1, "time": at(2), "metrics": {"loss": metric(2.0)}}
+    values = [{"step": step, "time": at(step), "value": 7.0} for step in (1, 3)]
+
+    assert exported([point], {name: values}) == [
+        (1.0, 1, {accepted: 7.0}),
+        (2.0, 2, {"loss": 2.0}),
+        (3.0, 3, {accepted: 7.0}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "pip", "install"),
+    [
+        ("mlflow", ModuleType("pip"), f"{sys.executable} -m pip install"),
+        ("wandb", None, f"uv pip install -p {sys.executable}"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch, package: str, pip: ModuleType | None, install: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    if pip is not None:
+        pip.__spec__ = ModuleSpec("pip", None)
+    monkeypatch.setitem(sys.modules, "pip", pip)
+
+    command = ["runs", "export", "a:train:0", "--api-key", "tml-key", "--to", package]
+    result = CliRunner().invoke(app, command)
+
+    assert result.exit_code == 1
+    assert f"run `{install} {package}`" in result.stderr
+
+
+@pytest.mark.parametrize("others", [["--to", "wandb"], ["--to", "mlflow", "--folder", "curves"]])
+def test_a_tracking_uri_is_refused_where_it_has_no_use(others: list[str]) -> None:
+    where = ["--tracking-uri", "http://127.0.0.1:5000", *others]
+    result = CliRunner().invoke(app, ["runs", "export", "a:train:0", "--api-key", "k", *where])
+
+    assert result.exit_code == 1
+    assert "--tracking-uri: " in result.stderr

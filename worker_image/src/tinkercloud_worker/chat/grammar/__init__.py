@@ -1,0 +1,1 @@
+"""Which answers a request allows, and the grammars that enforce it."""

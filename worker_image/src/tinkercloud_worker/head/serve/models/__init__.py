@@ -1,0 +1,1 @@
+"""How models come into a head and leave it: creation, restoration and deletion."""
