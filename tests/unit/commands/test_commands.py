@@ -29,8 +29,8 @@ ONLY_CHANGE = {
 """Commands that only change something."""
 RUN_ON = {"serve", "demo", "drain"}
 """Commands that print what happens while they run."""
-PRINT_TEXT = {"runs attach", "logs"}
-"""Commands whose output is Python code or a log."""
+PRINT_TEXT = {"runs attach", "logs", "audit export"}
+"""Commands whose output is Python code, a log, or JSON in any case."""
 HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
 
 

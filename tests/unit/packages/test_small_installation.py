@@ -61,7 +61,8 @@ def test_a_model_is_not_served_without_the_packages_of_heads(
     refused = environment.run("tinkercloud", "serve", "--model", f"tiny/llama={tmp_path}")
 
     assert refused.returncode == 1
-    assert " ".join(refused.stderr.split()) == (
+    # On a busy machine, lines before it say what takes so long.
+    assert " ".join(refused.stderr.split()).endswith(
         "error: session heads: not installed: tinkercloud_worker, torch, transformers; install"
         " them with `pip install tinkercloud`"
     )
