@@ -25,8 +25,8 @@ from tinkercloud_api.access.auth import new_key
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.wire.asgi import Message
-from tinkercloud_testing.postgresql import a_postgresql
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.storage.postgresql import a_postgresql
 
 PATH = "/api/v1/client/dynamic_config"
 """A call that does nothing but authenticate its caller."""

@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement
 from benchmarks.training import LORA, a_batch, random_data
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
-from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_testing.small_models.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass

@@ -39,7 +39,7 @@ from tinkercloud_api.catalog.schema.tables import (
 )
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 OWNERS, RUNS_OF_A_SESSION, ROUNDS = 50, 10, 21
 STEPS = {"loss": [4, 4.9, 1.1, 1.4, 0], "grad_norm": [4, 2.0, 0.4, 0.6, 0]}

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityLevel
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.bare_heads import MODEL, WHOLE, Head, a_head, until
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.models import VOCAB_SIZE, tiny_llama
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.serving.bare_heads import MODEL, WHOLE, Head, a_head, until
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import VOCAB_SIZE, tiny_llama
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker import metrics
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -19,8 +19,8 @@ from benchmarks.service import a_datum
 from benchmarks.training import LORA, RANK
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.requests.payloads import decode_forward_backward
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 from tinker import types
 
-from tinkercloud_testing.models import save, smollm2, tiny_llama
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.sdk_steps import a_text
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, smollm2, tiny_llama
 
 MODEL = "benchmark/model"
 WARM_MINUTES = 3

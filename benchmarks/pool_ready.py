@@ -20,7 +20,7 @@ from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.pool_worker import a_pool_worker
 from tinkercloud_testing.cluster.programs import state_folder
 from tinkercloud_testing.cluster.provider_world import World, a_base_model, a_world
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/warm"
 RUNS = 100

@@ -33,8 +33,8 @@ from benchmarks.small_model import END, save_small_model
 from tinkercloud_programs.rlve.problems import Problems
 from tinkercloud_programs.rlve.prompts import prompt_tokens
 from tinkercloud_protocol.programs.rlve import RlveConfig
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.sdk_steps import a_text
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "small/llama"
 ENVIRONMENT = "MaxMultiplicationFixedSum"

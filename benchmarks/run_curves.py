@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement, medians
 from benchmarks.training import LORA, a_batch, random_data
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
-from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_worker.engine.run_curves import Curves
 from tinkercloud_worker.head.serve.lease_reports import ChangedCurve, curve_lines
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from benchmarks.measuring import Measurement, medians
 from tinkercloud_protocol.requests.payloads import decode_forward_backward
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import VOCAB_SIZE, save, tiny_llama
 
 MODEL = "tiny/llama"
 PARKED = 500

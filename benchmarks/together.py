@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from benchmarks.measuring import Measurement, medians
 from benchmarks.service import a_datum
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import a_server
+from tinkercloud_testing.serving.servers import a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 CLIENTS = 8
 ADAM = types.AdamParams()

@@ -27,8 +27,8 @@ def logprobs(bench: Bench) -> Iterator[Measurement]:
     if bench.device.type not in _DEVICES:
         raise Skipped(f"images are computed on {' or '.join(_DEVICES)}, not on {bench.device.type}")
     try:
-        from tinkercloud_testing.families import READS_IMAGES  # noqa: PLC0415
-        from tinkercloud_testing.vision import images_of, reference_logits  # noqa: PLC0415
+        from tinkercloud_testing.small_models.families import READS_IMAGES  # noqa: PLC0415
+        from tinkercloud_testing.small_models.vision import images_of, reference_logits  # noqa: PLC0415
     except ModuleNotFoundError as missing:
         raise Skipped(f"{missing.name} is not installed") from None
     errors: dict[str, float] = {}
@@ -58,7 +58,7 @@ def logprobs(bench: Bench) -> Iterator[Measurement]:
 
 
 def _example(length: int, images: Sequence[PreparedImage]) -> Example:
-    from tinkercloud_testing.vision import prompt_of  # noqa: PLC0415 - see `logprobs`
+    from tinkercloud_testing.small_models.vision import prompt_of  # noqa: PLC0415 - see `logprobs`
 
     rng = np.random.default_rng(length)
     targets, weights = rng.integers(0, 90, (length, 1)), np.ones((length, 1), np.float32)

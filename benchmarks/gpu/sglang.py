@@ -38,8 +38,8 @@ from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.heads.launch import TrainerConfig
 from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
-from tinkercloud_testing.models import VOCAB_SIZE, byte_tokenizer
-from tinkercloud_testing.sessions import COLOCATED
+from tinkercloud_testing.resources.sessions import COLOCATED
+from tinkercloud_testing.small_models.models import VOCAB_SIZE, byte_tokenizer
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, StopRules
 from tinkercloud_worker.inference.client import NotThere

@@ -40,13 +40,13 @@ from tinkercloud_protocol.heads.launch import (
     TrainerConfig,
 )
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.models import (
+from tinkercloud_testing.resources.sessions import ENGINES
+from tinkercloud_testing.small_models.models import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     byte_tokenizer,
     tiny_deepseek_v3,
 )
-from tinkercloud_testing.sessions import ENGINES
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,

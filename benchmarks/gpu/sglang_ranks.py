@@ -28,7 +28,7 @@ from benchmarks.gpu.sglang_proof import (
 from benchmarks.measuring import Measurement, largest_error
 from tinkercloud_protocol.heads.launch import TrainerConfig
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot

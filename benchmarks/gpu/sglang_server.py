@@ -25,7 +25,7 @@ from benchmarks.gpu.bench import SGLANG_PYTHON, Skipped
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.engines import engines
 from tinkercloud_operator.children.pods import TOKEN_FOLDER, Json
-from tinkercloud_testing.sessions import TRAINERS, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import TRAINERS, a_base_model, a_build
 
 LAUNCHER = "benchmarks.gpu.sglang_on_cpu"
 OPTIONS = "TINKERCLOUD_BENCHMARK_SGLANG_OPTIONS"

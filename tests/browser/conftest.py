@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, StorageState, expect
 
-from tinkercloud_testing.browsers import Observed, Open, a_chromium
-from tinkercloud_testing.console_runs import MODEL, SETTINGS, Runs, make_runs
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.clients.browsers import Observed, Open, a_chromium
+from tinkercloud_testing.clients.console_runs import MODEL, SETTINGS, Runs, make_runs
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 expect.set_options(timeout=PATIENCE_SECONDS * 1000)
 

@@ -7,9 +7,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page
 
-from tinkercloud_testing.browsers import Observed, Open
-from tinkercloud_testing.console_runs import ATTACK, Runs
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.browsers import Observed, Open
+from tinkercloud_testing.clients.console_runs import ATTACK, Runs
+from tinkercloud_testing.serving.servers import Server
 
 PHONE = {"viewport": {"width": 380, "height": 800}}
 LOOKS: dict[str, dict[str, Any]] = {

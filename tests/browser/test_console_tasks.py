@@ -6,9 +6,9 @@ import re
 import pytest
 from playwright.sync_api import Page, expect
 
-from tinkercloud_testing.browsers import Keyboard, Open
-from tinkercloud_testing.console_runs import MODEL, Runs, trained
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.clients.browsers import Keyboard, Open
+from tinkercloud_testing.clients.console_runs import MODEL, Runs, trained
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 
 def link(server: Server) -> str:

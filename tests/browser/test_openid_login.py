@@ -7,11 +7,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, expect
 
-from tinkercloud_testing.browsers import Open
-from tinkercloud_testing.console_runs import MODEL
-from tinkercloud_testing.openid import Provider, a_provider
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.browsers import Open
+from tinkercloud_testing.clients.console_runs import MODEL
+from tinkercloud_testing.clients.openid import Provider, a_provider
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.serving.servers import Server
 
 # The provider uses parts of Authlib that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -13,11 +13,11 @@ from playwright.sync_api import Page
 from tinker import types
 from transformers import AutoTokenizer
 
-from tinkercloud_testing.browsers import Open
-from tinkercloud_testing.console_runs import trained
-from tinkercloud_testing.models import smollm2
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.browsers import Open
+from tinkercloud_testing.clients.console_runs import trained
+from tinkercloud_testing.clients.sdk_steps import a_text
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import smollm2
 
 pytestmark = pytest.mark.skipif(
     "TINKERCLOUD_TEST_PICTURES" not in os.environ, reason="writes to docs: make console-pictures"

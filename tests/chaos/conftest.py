@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 
 @pytest.fixture(scope="session")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import NOT_DURABLE, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import NOT_DURABLE, Server, a_server
 
 MODEL = "tiny/llama"
 EVERY_2_STEPS = {

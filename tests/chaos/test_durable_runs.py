@@ -15,8 +15,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.training_loops import Loop
+from tinkercloud_testing.clients.training_loops import Loop
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "2"))

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_testing.disks import full_disk
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.storage.disks import full_disk
 
 MODEL = "tiny/llama"
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tinkercloud_testing.buckets import a_bucket
-from tinkercloud_testing.disks import CAN_MOUNT, a_disk
-from tinkercloud_testing.sdk_steps import ADAM, a_datum
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.storage.buckets import a_bucket
+from tinkercloud_testing.storage.disks import CAN_MOUNT, a_disk
 
 MODEL = "tiny/llama"
 DISK_SECONDS = float(os.environ.get("TINKERCLOUD_TEST_DISK_SECONDS", "0"))

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_testing.charts import (
+from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.resources.charts import (
     CASES,
     CHART,
     CRD_CHART,
@@ -20,9 +21,8 @@ from tinkercloud_testing.charts import (
     helm,
     pod_specs,
 )
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.resources.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))

@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
 from tinkercloud_crds.generate import KINDS, definition
-from tinkercloud_testing.charts import CHART, CRD_CHART, ROOT, HelmFailed, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import a_control_plane
 from tinkercloud_testing.cluster.existing import existing_cluster
 from tinkercloud_testing.cluster.kuberay import install_definitions as install_kuberay
 from tinkercloud_testing.cluster.older_kuberay import install_older_definition
 from tinkercloud_testing.cluster.programs import binary
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.charts import CHART, CRD_CHART, ROOT, HelmFailed, helm
 
 pytestmark = pytest.mark.skipif(
     existing_cluster() is not None, reason="needs a cluster that lacks everything"

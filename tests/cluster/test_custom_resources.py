@@ -17,9 +17,9 @@ from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
 from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
 from tinkercloud_testing.resource_rules.rule import Rule
 from tinkercloud_testing.resource_rules.updates import PATHS, RANKS, RUNS
-from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json
-from tinkercloud_testing.sessions import a_base_model_manifest as base_model
-from tinkercloud_testing.sessions import a_session_manifest as session
+from tinkercloud_testing.resources.sessions import SAMPLERS, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import a_base_model_manifest as base_model
+from tinkercloud_testing.resources.sessions import a_session_manifest as session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import tinker
 
+from tinkercloud_testing.clients.training_loops import Loop
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
@@ -30,9 +31,8 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.training_loops import Loop
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 KILLS = int(os.environ.get("TINKERCLOUD_TEST_KILLS", "1"))
 TURNS = 30

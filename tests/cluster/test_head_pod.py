@@ -38,9 +38,9 @@ from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
 from tinkercloud_testing.cluster.node import RealNode, head_process
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.volumes import a_volume
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sessions import a_base_model, a_build, a_session
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.sessions import a_base_model, a_build, a_session
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -19,8 +19,7 @@ import yaml
 from tinker import types
 from transformers import AutoTokenizer
 
-from tinkercloud_testing.buckets import a_bucket
-from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.clients.sdk_steps import a_text
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.existing import ExistingNodes
 from tinkercloud_testing.cluster.installation import (
@@ -43,9 +42,10 @@ from tinkercloud_testing.cluster.program_images import (
 )
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release, a_registry, publish
 from tinkercloud_testing.cluster.training_sessions import a_session
-from tinkercloud_testing.models import save, smollm2, tiny_llama
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.charts import ROOT
+from tinkercloud_testing.small_models.models import save, smollm2, tiny_llama
+from tinkercloud_testing.storage.buckets import a_bucket
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

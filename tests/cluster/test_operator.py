@@ -24,7 +24,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_volume,
 )
 from tinkercloud_testing.cluster.worlds import PATIENCE
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 TWO_ENGINES = {
     "backend": "sglang",

@@ -16,7 +16,7 @@ from tinkercloud_testing.cluster.operators import (
 )
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
 from tinkercloud_testing.cluster.worlds import PATIENCE
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 CONTESTED = {"pool": "contested"}
 SELECTED = {"nodeSelector": {**PLACEMENT["nodeSelector"], **CONTESTED}}

@@ -27,7 +27,7 @@ from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import install_definitions
 from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model
 from tinkercloud_testing.cluster.worlds import World, a_world
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -25,8 +25,8 @@ from tinkercloud_testing.cluster.operators import (
 )
 from tinkercloud_testing.cluster.programs import ROOT
 from tinkercloud_testing.cluster.training_sessions import SOON_SECONDS, Sessions, a_base_model
-from tinkercloud_testing.sessions import a_build
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.sessions import a_build
 
 pytestmark = pytest.mark.skipif(
     existing_cluster() is not None, reason="replaces definitions that an existing cluster uses"

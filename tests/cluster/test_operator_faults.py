@@ -36,7 +36,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     Sessions,
 )
 from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 IS_FULL = os.environ.get("TINKERCLOUD_TEST_FAULTS") == "full"
 """Whether all faults are tested, instead of a selection."""

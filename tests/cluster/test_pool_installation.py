@@ -15,6 +15,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.installation import (
     RELEASE,
@@ -27,9 +28,8 @@ from tinkercloud_testing.cluster.installation import (
 from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -19,8 +19,8 @@ from tinkercloud_testing.cluster.operators import (
 )
 from tinkercloud_testing.cluster.program_images import program_image
 from tinkercloud_testing.cluster.training_sessions import MODEL, a_base_model, a_session, a_volume
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -17,7 +17,7 @@ import tinker
 import yaml
 from tinker import types
 
-from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.clients.sdk_steps import a_text
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.installation import (
     RELEASE,
@@ -35,9 +35,9 @@ from tinkercloud_testing.cluster.program_images import (
     program_image,
 )
 from tinkercloud_testing.cluster.releases import Release, a_registry, previous_tree, publish
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.charts import ROOT
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 TESTS_RELEASES = "TINKERCLOUD_TEST_RELEASE" in os.environ
 pytestmark = [

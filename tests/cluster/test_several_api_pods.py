@@ -20,8 +20,8 @@ from tinkercloud_testing.cluster.installation import (
 )
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.postgresql import PostgreSQL, a_postgresql
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.storage.postgresql import PostgreSQL, a_postgresql
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

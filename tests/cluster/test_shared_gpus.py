@@ -27,7 +27,7 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_volume,
 )
 from tinkercloud_testing.cluster.worlds import PATIENCE, a_world
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 DRIVER = "gpu.example.com"
 NODE = "devices-0"

@@ -16,8 +16,8 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
 from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}

@@ -31,9 +31,9 @@ from tinkercloud_testing.cluster.kuberay import KubeRay
 from tinkercloud_testing.cluster.node import NAME as NODE
 from tinkercloud_testing.cluster.node import RealNode, head_process
 from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.serving.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 MODEL = "tiny/llama"
 

@@ -23,13 +23,13 @@ from tinkercloud_protocol.heads.launch import (
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.tensors import FloatArray, TopLogprobs
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
-from tinkercloud_testing.inference import API_KEY, VllmServer, a_vllm_server
-from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
-from tinkercloud_testing.sdk_steps import a_datum, score
-from tinkercloud_testing.servers import a_server
+from tinkercloud_testing.clients.sdk_steps import a_datum, score
+from tinkercloud_testing.ranks.inference import API_KEY, VllmServer, a_vllm_server
+from tinkercloud_testing.serving.servers import a_server
 from tinkercloud_testing.sglang.sampling import cleaned_up, servers_of
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import (

@@ -13,10 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.raw_run import MODEL, Run
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.raw_run import MODEL, Run
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 _GROWTH_BYTES = 256 << 20
 """The memory that all cases together may leave behind, in the server and its head each."""

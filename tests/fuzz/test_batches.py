@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.raw_run import Run, a_tensor
-from tinkercloud_testing.servers import Answer, Server
+from tinkercloud_testing.clients.raw_run import Run, a_tensor
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.serving.servers import Answer, Server
 
 _ACCEPTED = {200, 400, 401, 404, 409, 413, 422, 429}
 

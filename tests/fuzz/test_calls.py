@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.schemas import APIOperation
 
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.raw_run import Run
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.clients.raw_run import Run
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 Operation = APIOperation[Any, Any, Any, Any]
 Case = schemathesis.Case[Any]

@@ -5,9 +5,9 @@ import socket
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 _LINES = st.sampled_from(
     [

@@ -7,10 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.pictures import picture
-from tinkercloud_testing.raw_run import MODEL, Run
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.raw_run import MODEL, Run
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.small_models.pictures import picture
 
 _FILES = (picture(28, 28), picture(56, 28, file_format="jpeg"))
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tinkercloud_protocol.losses import loss_operations
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.fuzzing import Cases
-from tinkercloud_testing.uploaded_losses import (
+from tinkercloud_testing.harness.fuzzing import Cases
+from tinkercloud_testing.training.uploaded_losses import (
     a_method,
     a_node,
     of_nodes,
@@ -24,7 +24,7 @@ from tinkercloud_testing.uploaded_losses import (
     ref,
     stored,
 )
-from tinkercloud_testing.uploaded_losses import total as total_of
+from tinkercloud_testing.training.uploaded_losses import total as total_of
 from tinkercloud_worker.custom_losses.nursery import LossEnded
 
 _EDGES = [0, 1, -1, 2, 7, 2**31, -(2**31), 2**53, -(2**53), 2**62]

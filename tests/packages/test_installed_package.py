@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.models import save, smollm2, tiny_llama
-from tinkercloud_testing.packages import (
+from tinkercloud_testing.harness.packages import (
     ROOT,
     UV,
     Environment,
@@ -25,8 +24,9 @@ from tinkercloud_testing.packages import (
     build,
     locked,
 )
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.small_models.models import save, smollm2, tiny_llama
 
 pytestmark = pytest.mark.timeout(3600)
 

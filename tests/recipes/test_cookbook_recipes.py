@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 MODEL = "tiny/llama"
 RECIPES = "tinker_cookbook.recipes"

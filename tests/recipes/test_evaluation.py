@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "use" / "own-data.md").read_text()

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 MODEL = "tiny/llama"
 UV = Path(__file__).parents[2] / ".uv" / "bin" / "uv"

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 
-from tinkercloud_testing.sdk_versions import ROOT, environments, versions
+from tinkercloud_testing.clients.sdk_versions import ROOT, environments, versions
 
 UV = str(ROOT / ".uv" / "bin" / "uv")
 

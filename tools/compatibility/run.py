@@ -14,7 +14,7 @@ from pathlib import Path
 
 from page import explanation, fingerprint
 
-from tinkercloud_testing.sdk_versions import RESULTS, a_server_without_sdk, exercise
+from tinkercloud_testing.clients.sdk_versions import RESULTS, a_server_without_sdk, exercise
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.provider_world import World, a_world
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.provider_world import World
-from tinkercloud_testing.disks import full_disk
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.storage.disks import full_disk
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds.conditions import ConditionType, Reason
-from tinkercloud_testing.chat import CHAT_MODEL, a_chat_model
+from tinkercloud_testing.clients.objects_of_others import check_none_is_found, objects_of
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
-from tinkercloud_testing.objects_of_others import check_none_is_found, objects_of
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL, a_chat_model
 
 pytestmark = pytest.mark.slow
 

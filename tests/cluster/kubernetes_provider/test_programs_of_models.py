@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tinkercloud_testing.cluster.provider_world import MODEL, World
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 pytestmark = pytest.mark.slow
 

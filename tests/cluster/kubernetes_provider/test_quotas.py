@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import tinker
 
+from tinkercloud_testing.clients.sdk_steps import a_datum, step
 from tinkercloud_testing.cluster.provider_world import MODEL, World
-from tinkercloud_testing.sdk_steps import a_datum, step
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 pytestmark = pytest.mark.slow
 

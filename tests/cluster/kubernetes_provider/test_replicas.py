@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import tinker
 
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.provider_world import MODEL, World
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds.conditions import ConditionType, Reason
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.provider_world import (
     MODEL,
     OWNER,
@@ -13,9 +14,8 @@ from tinkercloud_testing.cluster.provider_world import (
     a_declared_session,
     access,
 )
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 pytestmark = pytest.mark.slow
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.cluster.provider_world import World
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tinkercloud_testing.raw_run import Run
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.raw_run import Run
+from tinkercloud_testing.serving.servers import Server
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_testing.pictures import picture
-from tinkercloud_testing.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floats
+from tinkercloud_testing.clients.raw_run import CONTEXT, VOCAB_SIZE, Run, a_tensor, floats
+from tinkercloud_testing.small_models.pictures import picture
 
 BAD_BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown loss": ({"loss_fn": "rmsprop"}, "loss_fn 'rmsprop' is not available"),

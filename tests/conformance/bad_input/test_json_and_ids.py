@@ -2,7 +2,7 @@
 
 import gzip
 
-from tinkercloud_testing.raw_run import Run
+from tinkercloud_testing.clients.raw_run import Run
 
 
 def test_malformed_ids_are_those_of_no_object(run: Run) -> None:

@@ -4,7 +4,7 @@ from urllib.parse import quote
 
 import pytest
 
-from tinkercloud_testing.raw_run import MODEL, Run
+from tinkercloud_testing.clients.raw_run import MODEL, Run
 
 BAD_ORDERED_REQUESTS: dict[str, tuple[str, dict[str, object], str]] = {
     "negative rate": ("optim_step", {"adam_params": {"learning_rate": -1.0}}, "learning_rate"),

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tinkercloud_testing.pictures import picture
-from tinkercloud_testing.raw_run import CONTEXT, MODEL, VOCAB_SIZE, Run
+from tinkercloud_testing.clients.raw_run import CONTEXT, MODEL, VOCAB_SIZE, Run
+from tinkercloud_testing.small_models.pictures import picture
 
 
 @pytest.fixture(scope="module")

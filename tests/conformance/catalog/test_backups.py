@@ -17,10 +17,10 @@ from pathlib import Path
 
 import tinker
 
-from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.state_of_release import Run, continued
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.storage.state_of_release import Run, continued
 
 MODEL = "tiny/llama"
 SETTINGS = {

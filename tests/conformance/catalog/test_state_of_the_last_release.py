@@ -1,7 +1,7 @@
 """A server continues the state that the last release has left, and refuses that of a newer one.
 
 `tests/data/states` has one archive, named after the release whose server made it
-(`tinkercloud_testing.state_of_release`).
+(`tinkercloud_testing.storage.state_of_release`).
 """
 
 import json
@@ -17,9 +17,9 @@ import tinker
 
 from tinkercloud_api.catalog.schema.connection import newest_revision
 from tinkercloud_protocol.heads.releases import this_release
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.state_of_release import (
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.storage.state_of_release import (
     MODEL,
     SETTINGS,
     Expected,

@@ -7,13 +7,13 @@ import openai
 import pytest
 import tinker
 
-from tinkercloud_testing.chat import (
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.chat import (
     CHAT_MODEL,
     SAYING_MODEL,
     a_chat_model,
     a_saying_model,
 )
-from tinkercloud_testing.servers import API_KEY, Server, a_server
 
 _CALL = '\n{"name": "lookup", "parameters": {"order_id": 12345678901234567890123}}\n'
 _SAID = {

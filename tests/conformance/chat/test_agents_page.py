@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "use" / "agents.md").read_text()

@@ -6,8 +6,8 @@ import anthropic
 import httpx
 import pytest
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 FIELDS: Any = {

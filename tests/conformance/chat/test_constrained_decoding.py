@@ -14,8 +14,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 QUESTION: Any = [{"role": "user", "content": "Which one?"}]
 SHORT = {"type": "string", "maxLength": 6}

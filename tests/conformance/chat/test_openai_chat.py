@@ -11,8 +11,8 @@ import tinker
 from tinker import types
 from transformers import AutoTokenizer
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 QUESTION: Any = [{"role": "user", "content": "What is 2 + 2?"}]
 PROMPT = "user: What is 2 + 2?\nassistant: "

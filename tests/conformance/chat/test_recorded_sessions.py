@@ -11,8 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 
 def call(server: Server, method: str, path: str, key: str = API_KEY, **options: Any) -> Any:

@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from tinkercloud_protocol.wire import request_ids, routes
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 FUNCTION = {"name": "f", "parameters": {"uniqueItems": True}, "strict": True}
 CHAT = {

@@ -6,8 +6,8 @@ import anthropic
 import openai
 import pytest
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
 
 HELLO = {"role": "user", "content": "Hello"}
 

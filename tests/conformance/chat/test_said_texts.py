@@ -9,14 +9,14 @@ import openai
 import pytest
 from tinker import types
 
-from tinkercloud_testing.chat import (
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.chat import (
     CHANNEL_MODEL,
     SAYING_MODEL,
     SAYING_TEMPLATE,
     a_saying_model,
 )
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import byte_tokenizer
 
 ARGUMENTS = '{"order_id": 12345678901234567890123}'
 SCHEMA = {"type": "object", "properties": {"order_id": {"type": "integer"}}}

@@ -18,10 +18,10 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from tinker import types
 
-from tinkercloud_testing.chat import CHAT_MODEL
-from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.clients.sdk_steps import a_text
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer
 
 QUESTION = "What is 2 + 3?"
 MESSAGES: Any = [{"role": "user", "content": QUESTION}]

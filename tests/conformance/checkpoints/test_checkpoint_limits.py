@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 

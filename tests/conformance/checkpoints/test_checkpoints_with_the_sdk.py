@@ -6,8 +6,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 

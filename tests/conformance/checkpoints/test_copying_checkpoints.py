@@ -7,8 +7,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import score, step
-from tinkercloud_testing.servers import API_KEY, Answer, Server
+from tinkercloud_testing.clients.sdk_steps import score, step
+from tinkercloud_testing.serving.servers import API_KEY, Answer, Server
 
 MODEL = "tiny/llama"
 TOKENS = [5, 6, 7, 8, 9]

@@ -20,10 +20,10 @@ from tinker_cookbook.weights._artifacts import load_adapter_weights
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.hub import a_hub
-from tinkercloud_testing.raw_run import Run
-from tinkercloud_testing.sdk_steps import score, step
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.clients.raw_run import Run
+from tinkercloud_testing.clients.sdk_steps import score, step
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.storage.hub import a_hub
 
 MODEL = "tiny/llama"
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}

@@ -18,10 +18,10 @@ from transformers.modeling_utils import PreTrainedModel
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
-from tinkercloud_testing.sdk_steps import score, step
-from tinkercloud_testing.servers import API_KEY, Answer, Server, a_server
+from tinkercloud_testing.clients.sdk_steps import score, step
+from tinkercloud_testing.serving.servers import API_KEY, Answer, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.training.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
 
 BASES: dict[str, Callable[[], PreTrainedModel]] = {
     "tiny/llama": tiny_llama,

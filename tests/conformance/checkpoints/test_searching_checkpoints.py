@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 import tinker
 
-from tinkercloud_testing.servers import API_KEY, Answer, Server
+from tinkercloud_testing.serving.servers import API_KEY, Answer, Server
 
 MODEL = "tiny/llama"
 

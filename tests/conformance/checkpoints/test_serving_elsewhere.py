@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.chat import a_chat_model
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.chat import a_chat_model
+from tinkercloud_testing.small_models.models import tiny_llama
 
 PAGE = (Path(__file__).parents[3] / "docs" / "use" / "weights.md").read_text()
 MODEL = "tiny/tied"

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.model_hub import ModelHub, a_model_hub
-from tinkercloud_testing.models import save, tiny_qwen3
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_qwen3
+from tinkercloud_testing.storage.model_hub import ModelHub, a_model_hub
 
 GIVEN, ADDED, ON_HUB = "tiny/llama", "tiny/qwen", "acme/tiny"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
 
 MODEL = "tiny/llama"
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tinkercloud_api.cli import app
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
-from tinkercloud_testing.console_browser import (
+from tinkercloud_testing.clients.console_browser import (
     SCRIPT,
     Browser,
     events,
@@ -21,10 +21,10 @@ from tinkercloud_testing.console_browser import (
     read_only_browser,
     text,
 )
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 MODEL = "tiny/llama"
 

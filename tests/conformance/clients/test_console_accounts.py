@@ -5,8 +5,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tinkercloud_testing.console_browser import SCRIPT, Browser, events, read_only_browser, text
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.console_browser import (
+    SCRIPT,
+    Browser,
+    events,
+    read_only_browser,
+    text,
+)
+from tinkercloud_testing.serving.servers import Server
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 import pytest
 import tinker
 
-from tinkercloud_testing.console_browser import Browser, events, read_only_browser, text
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.console_browser import Browser, events, read_only_browser, text
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 LIFE = "Keep it for so many days"

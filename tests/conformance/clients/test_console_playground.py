@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.chat import CHAT_MODEL, a_chat_model
-from tinkercloud_testing.console_browser import SCRIPT, Browser, read_only_browser, text
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.console_browser import SCRIPT, Browser, read_only_browser, text
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL, a_chat_model
 
 PAGE = "/console/playground"
 QUESTION = {"base_model": CHAT_MODEL, "prompt": "What?", "max_tokens": "6", "seed": "5"}

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.console_browser import SCRIPT, Browser, events, read_only_browser, text
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.console_browser import (
+    SCRIPT,
+    Browser,
+    events,
+    read_only_browser,
+    text,
+)
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 RUN = "0123456789abcdef0123456789abcdef:train:0"

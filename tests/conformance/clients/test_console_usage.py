@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tinkercloud_testing.console_browser import Browser, text
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.console_browser import Browser, text
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 

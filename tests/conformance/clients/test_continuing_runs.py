@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.commands import run_commands
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, NOT_DURABLE, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, NOT_DURABLE, Server, a_server
 
 MODEL = "tiny/llama"
 STEPS = 3
@@ -31,14 +31,14 @@ while True:
 START = """
 import sys
 import tinker
-from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.clients.sdk_steps import step
 """
 PLAIN = f"{START}service_client = tinker.ServiceClient(display_name='nightly'){TRAINING}"
 CLOSING = f"{START}with tinker.ServiceClient(display_name='nightly') as service_client:" + (
     TRAINING.replace("\n", "\n    ")
 )
 FURTHER_STEPS = f"""
-from tinkercloud_testing.sdk_steps import step
+from tinkercloud_testing.clients.sdk_steps import step
 print("losses", *[step(training_client) for _ in range({STEPS})])
 """
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 SCRIPT = Path(__file__).parents[3] / "charts" / "tinkercloud" / "files" / "train_one_step.py"
 

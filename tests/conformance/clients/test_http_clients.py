@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import tinker
 
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.servers import API_KEY, Answer, Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.servers import API_KEY, Answer, Server
+from tinkercloud_testing.small_models.models import byte_tokenizer
 
 MODEL = "tiny/llama"
 PROMPT = {"tokens": [1, 2, 3]}

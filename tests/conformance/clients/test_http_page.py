@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "use" / "http-api.md").read_text()

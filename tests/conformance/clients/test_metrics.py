@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import tinker
 
-from tinkercloud_testing.sdk_steps import a_datum
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import a_datum
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 REQUESTS = "tinkercloud_http_requests_total"

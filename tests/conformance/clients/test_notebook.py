@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
 
 ROOT = Path(__file__).parents[3]
 PROJECT = ROOT / "distribution" / "pyproject.toml"

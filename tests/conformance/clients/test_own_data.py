@@ -12,8 +12,8 @@ import pytest
 from tinker import types
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 PAGE = (Path(__file__).parents[3] / "docs" / "use" / "own-data.md").read_text()
 MODEL = "tiny/llama"

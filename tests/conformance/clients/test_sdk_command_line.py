@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 PROGRAM = Path(sys.executable).with_name("tinker")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.sdk_versions import RESULTS, a_server_without_sdk, exercise
+from tinkercloud_testing.clients.sdk_versions import RESULTS, a_server_without_sdk, exercise
 
 VERSIONS = ["0.16.1", "0.24.1", "0.38.0"]
 

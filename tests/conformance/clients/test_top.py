@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import API_KEY, Server, a_server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
 
 MODEL = "tiny/llama"
 COMMAND = (sys.executable, "-m", "tinkercloud_api", "top")

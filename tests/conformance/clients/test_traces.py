@@ -8,10 +8,10 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.perfetto import opened_by_perfetto
-from tinkercloud_testing.sdk_clients import sampling_session_of
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_clients import sampling_session_of
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.perfetto import opened_by_perfetto
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

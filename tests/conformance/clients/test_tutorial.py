@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "use" / "tutorial.md"

@@ -14,9 +14,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

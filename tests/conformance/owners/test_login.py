@@ -27,9 +27,9 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.login.login_pages import application
 from tinkercloud_api.login.openid_login import Logins
-from tinkercloud_testing.openid import Provider, a_provider, changed
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.openid import Provider, a_provider, changed
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.serving.servers import Server
 
 # The provider uses parts of Authlib that are deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -8,11 +8,11 @@ import pytest
 
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
-from tinkercloud_testing.chat import CHAT_MODEL, a_chat_model
-from tinkercloud_testing.objects_of_others import all_calls, check_none_is_found, objects_of
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.objects_of_others import all_calls, check_none_is_found, objects_of
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.chat import CHAT_MODEL, a_chat_model
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 MODEL = "tiny/llama"
 

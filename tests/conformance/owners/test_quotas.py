@@ -9,9 +9,9 @@ import tinker
 from tinker import types
 from tinker.lib.queue_state_logger import QueueStateLogger
 
-from tinkercloud_testing.sdk_steps import ADAM, a_text, step
-from tinkercloud_testing.servers import Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_text, step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 TENANTS = {

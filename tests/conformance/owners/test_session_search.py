@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tinker import types
 
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 MODEL = "tiny/llama"
 

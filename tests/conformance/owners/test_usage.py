@@ -15,9 +15,9 @@ import tinker
 from tinker import types
 
 from tinkercloud_api.config.readable import moment
-from tinkercloud_testing.sdk_steps import a_datum, score, step
-from tinkercloud_testing.servers import API_KEY, TRAINERS, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.sdk_steps import a_datum, score, step
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
 PROMPT = [5, 6, 7, 8, 9]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import Server
 
 
 def a_key(server: Server, name: str, *options: str) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 from tinker import types
 from tokenizers import AddedToken
 
-from tinkercloud_testing.models import byte_tokenizer, save, tiny_llama
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.small_models.models import byte_tokenizer, save, tiny_llama
 
 MODEL = "tiny/llama"
 ALIAS = "Qwen/Qwen3-4B-Instruct-2507"

@@ -8,9 +8,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_clients import sampling_session_of
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server, a_server
+from tinkercloud_testing.clients.sdk_clients import sampling_session_of
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import Server, a_server
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

@@ -10,9 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.raw_run import CONTEXT
-from tinkercloud_testing.sdk_steps import a_datum, a_text, score
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.raw_run import CONTEXT
+from tinkercloud_testing.clients.sdk_steps import a_datum, a_text, score
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.servers import API_KEY, Server, a_server
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
+from tinkercloud_testing.small_models.models import byte_tokenizer
 
 MODEL = "tiny/llama"
 TEXT = "a text\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 README = Path(__file__).parents[3] / "README.md"

@@ -7,8 +7,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import score
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_steps import score
+from tinkercloud_testing.serving.servers import Server
 
 torch = pytest.importorskip("torch")
 

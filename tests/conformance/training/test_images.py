@@ -15,9 +15,13 @@ from PIL import Image, ImageOps
 from tinker import types
 
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.pictures import encoded, picture, plain_picture
-from tinkercloud_testing.servers import TRAINERS, Server, a_server
-from tinkercloud_testing.vision_models import VISION_END, VISION_START, save_vision_model
+from tinkercloud_testing.serving.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.small_models.pictures import encoded, picture, plain_picture
+from tinkercloud_testing.small_models.vision_models import (
+    VISION_END,
+    VISION_START,
+    save_vision_model,
+)
 
 MODEL = "tiny/qwen-vl"
 RED, BLUE = (255, 0, 0), (0, 0, 255)

@@ -6,7 +6,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-from tinkercloud_testing.servers import Answer, Server
+from tinkercloud_testing.serving.servers import Answer, Server
 
 MODEL = "tiny/llama"
 TOKENS = [10, 11, 12, 20, 21, 30]

@@ -7,8 +7,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import ADAM, a_text
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_text
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 NUM_RUNS, NUM_OWNERS, STEPS = 64, 4, 3

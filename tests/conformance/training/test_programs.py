@@ -10,9 +10,9 @@ import pytest
 from tinker import types
 
 from tinkercloud_protocol.programs.rlve import RlveConfig
-from tinkercloud_testing.answering import an_answering_model
-from tinkercloud_testing.servers import API_KEY, NOT_DURABLE, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, NOT_DURABLE, Server, a_server
+from tinkercloud_testing.small_models.answering import an_answering_model
 
 MODEL = "tiny/answering"
 RLVE: dict[str, Any] = {

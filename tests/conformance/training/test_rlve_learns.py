@@ -19,9 +19,9 @@ from tinkercloud_protocol.programs.program_messages import (
     ProgramProgress,
 )
 from tinkercloud_protocol.programs.rlve import RlveConfig
-from tinkercloud_testing.models import EOS_TOKEN_ID
-from tinkercloud_testing.sdk_clients import SdkClients
-from tinkercloud_testing.servers import API_KEY, Server
+from tinkercloud_testing.clients.sdk_clients import SdkClients
+from tinkercloud_testing.serving.servers import API_KEY, Server
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID
 
 MODEL = "tiny/llama"
 END = "<|end|>"

@@ -11,8 +11,8 @@ import pytest
 import tinker
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.serving.servers import TRAINERS, Server, a_server
 
 MODEL = "tiny/llama"
 PROMPT = types.ModelInput.from_ints([5, 6, 7])

@@ -8,8 +8,8 @@ import tinker
 import torch
 from tinker import types
 
-from tinkercloud_testing.sdk_steps import a_text
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_steps import a_text
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 PAIRS = [([10, 11, 12], [20, 21]), ([30, 31], [40, 41, 42, 43]), ([50], [60])]

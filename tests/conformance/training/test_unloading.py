@@ -3,8 +3,8 @@
 import pytest
 import tinker
 
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import Server
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import Server
 
 MODEL = "tiny/llama"
 

@@ -12,9 +12,9 @@ import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from tinkercloud_testing.raw_run import MODEL, Run, a_tensor
-from tinkercloud_testing.servers import API_KEY, Answer, Server, a_server
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.clients.raw_run import MODEL, Run, a_tensor
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.servers import API_KEY, Answer, Server, a_server
 
 MAX_RESULT_BYTES = 20_000
 READ_ONLY = ("--owner", "bootstrap", "--role", "read-only")

@@ -21,9 +21,10 @@ from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import training
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import megatron_trainer
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import (
     VOCAB_SIZE,
     save,
     tiny_deepseek_v3,
@@ -31,8 +32,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_testing.trainers import base_of, held_models
+from tinkercloud_testing.training.trainers import base_of, held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers import vocabulary_logprobs

@@ -18,16 +18,16 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import MegatronRank, megatron_trainer
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import MegatronRank, megatron_trainer
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v2,
     tiny_deepseek_v3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.quantizing import quantize
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, run
+from tinkercloud_testing.small_models.quantizing import quantize
+from tinkercloud_testing.training.trainers import assert_close, assert_equal, gradient_of, run
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers.deepseek import check, choose, routing_of
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.megatron import taken_by_exporting
-from tinkercloud_testing.models import save, tiny_qwen3
+from tinkercloud_testing.ranks.megatron import taken_by_exporting
+from tinkercloud_testing.small_models.models import save, tiny_qwen3
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

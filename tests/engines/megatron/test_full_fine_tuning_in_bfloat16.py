@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_testing.lookups import gradient_of_lookups
-from tinkercloud_testing.models import VOCAB_SIZE, save, tiny_llama
-from tinkercloud_testing.trainers import base_of, held_models, run
+from tinkercloud_testing.small_models.models import VOCAB_SIZE, save, tiny_llama
+from tinkercloud_testing.training.lookups import gradient_of_lookups
+from tinkercloud_testing.training.trainers import base_of, held_models, run
 from tinkercloud_worker.lora.parameters import gradient_of
 from tinkercloud_worker.megatron_trainer import trainer as megatron
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import in_dtype, save, tiny_qwen3
-from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_testing.trainers import base_of, held_models
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import in_dtype, save, tiny_qwen3
+from tinkercloud_testing.training.trainers import base_of, held_models
 from tinkercloud_worker.device import frozen_linear
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora.adapters import scale

@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_trainer
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import megatron_trainer
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -22,7 +22,13 @@ from tinkercloud_testing.models import (
     tiny_mixtral,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
+from tinkercloud_testing.training.trainers import (
+    assert_close,
+    assert_equal,
+    gradient_of,
+    moments_of,
+    run,
+)
 from tinkercloud_worker.engine.trainer import DirectTrainer, Gradient
 from tinkercloud_worker.lora.experts import ALIGNED_BYTES
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu

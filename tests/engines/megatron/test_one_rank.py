@@ -19,9 +19,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.megatron import MegatronRank, lengthen_examples, megatron_trainer
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import MegatronRank, lengthen_examples, megatron_trainer
+from tinkercloud_testing.small_models.data import a_request, counting_every_token, random_data
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_gpt2,
     tiny_llama,
@@ -30,9 +30,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, gradient_of, run, ten_changing_steps
-from tinkercloud_testing.wrong_folders import (
+from tinkercloud_testing.small_models.wrong_folders import (
     SHARDS,
     UP,
     Fault,
@@ -46,6 +44,8 @@ from tinkercloud_testing.wrong_folders import (
     value,
     without_first_part,
 )
+from tinkercloud_testing.training.peft_twin import PeftTwin
+from tinkercloud_testing.training.trainers import assert_close, gradient_of, run, ten_changing_steps
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.devices.select_device import device_of

@@ -16,8 +16,8 @@ from tinkercloud_planning.activations import SEPARATE, layer_values
 from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.trainers import base_of, held_models
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.training.trainers import base_of, held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.megatron_trainer.devices.cpu import Cpu
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import lengthen_examples, megatron_trainer
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS
-from tinkercloud_testing.trainers import base_of, run
+from tinkercloud_testing.ranks.megatron import lengthen_examples, megatron_trainer
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.training.trainers import base_of, run
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch, SequenceDivision

@@ -9,10 +9,21 @@ import pytest
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
-from tinkercloud_testing.data import a_datum, a_request, counting_every_token, random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS, MortalTrainer, TrainerOf, weights_at_ranks
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, moments_of, run
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, MortalTrainer, TrainerOf, weights_at_ranks
+from tinkercloud_testing.small_models.data import (
+    a_datum,
+    a_request,
+    counting_every_token,
+    random_data,
+)
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import (
+    assert_close,
+    assert_equal,
+    gradient_of,
+    moments_of,
+    run,
+)
 from tinkercloud_worker.actors.group import (
     GroupShape,
     GroupTimings,

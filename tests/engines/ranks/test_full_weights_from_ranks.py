@@ -21,10 +21,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import NotFound, Unavailable
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.engines import Engine, an_engine
-from tinkercloud_testing.models import in_dtype, save, tiny_llama
-from tinkercloud_testing.ranks import MeasuredTrainer, MortalTrainer
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.ranks.ranks import MeasuredTrainer, MortalTrainer
 from tinkercloud_testing.sglang.engine import FakeSglang, a_fake_sglang
 from tinkercloud_testing.sglang.sampling import (
     FOLDER,
@@ -34,8 +32,10 @@ from tinkercloud_testing.sglang.sampling import (
     a_whole_model,
     assert_sampled,
 )
-from tinkercloud_testing.trainers import run
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import in_dtype, save, tiny_llama
+from tinkercloud_testing.training.engines import Engine, an_engine
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer

@@ -13,7 +13,7 @@ from tinkercloud_protocol.heads.launch import (
     TrainerConfig,
 )
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.run_head import build_backend

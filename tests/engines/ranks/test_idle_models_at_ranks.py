@@ -7,11 +7,17 @@ import pytest
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_testing.crowded_ranks import Crowded, crowded_megatron, crowded_replica
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import TrainerOf
-from tinkercloud_testing.trainers import assert_equal, gradient_of, held_models, moments_of, run
+from tinkercloud_testing.ranks.crowded_ranks import Crowded, crowded_megatron, crowded_replica
+from tinkercloud_testing.ranks.ranks import TrainerOf
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.training.trainers import (
+    assert_equal,
+    gradient_of,
+    held_models,
+    moments_of,
+    run,
+)
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare

@@ -17,16 +17,16 @@ from tinkercloud_protocol.heads.launch import (
 )
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES
-from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.ranks import (
+from tinkercloud_testing.ranks.ranks import (
     BATCH_TOKENS,
     MeasuredTrainer,
     ReplicaWithImages,
     TrainerOf,
 )
-from tinkercloud_testing.trainers import assert_close, gradient_of
-from tinkercloud_testing.vision import examples_of
-from tinkercloud_testing.vision_models import save_vision_model, tiny_qwen_vl
+from tinkercloud_testing.small_models.families import READS_IMAGES
+from tinkercloud_testing.small_models.vision import examples_of
+from tinkercloud_testing.small_models.vision_models import save_vision_model, tiny_qwen_vl
+from tinkercloud_testing.training.trainers import assert_close, gradient_of
 from tinkercloud_worker.build_images import build_images
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.engine.batch import Batch, Example

@@ -13,9 +13,16 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost
-from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import megatron_factory
+from tinkercloud_testing.ranks.ranks import (
+    BATCH_TOKENS,
+    TrainerOf,
+    Trainers,
+    often,
+    weights_at_ranks,
+)
+from tinkercloud_testing.small_models.data import a_request, counting_every_token, random_data
+from tinkercloud_testing.small_models.models import (
     VOCAB_SIZE,
     save,
     tiny_llama,
@@ -23,9 +30,8 @@ from tinkercloud_testing.models import (
     tiny_qwen2,
     tiny_qwen3,
 )
-from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, often, weights_at_ranks
-from tinkercloud_testing.trainers import (
+from tinkercloud_testing.training.peft_twin import PeftTwin
+from tinkercloud_testing.training.trainers import (
     assert_close,
     gradient_of,
     moments_of,

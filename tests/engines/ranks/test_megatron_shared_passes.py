@@ -12,17 +12,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.megatron import megatron_factory
+from tinkercloud_testing.ranks.ranks import TrainerOf, often
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v3,
     tiny_llama,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.ranks import TrainerOf, often
-from tinkercloud_testing.trainers import assert_close, gradient_of
+from tinkercloud_testing.training.trainers import assert_close, gradient_of
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare

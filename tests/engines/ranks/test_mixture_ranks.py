@@ -15,11 +15,11 @@ from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import training
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_qwen3_moe
-from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf, Trainers, often
-from tinkercloud_testing.trainers import assert_close, gradient_of, moments_of, run
+from tinkercloud_testing.ranks.megatron import megatron_factory
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, TrainerOf, Trainers, often
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import save, tiny_deepseek_v3, tiny_qwen3_moe
+from tinkercloud_testing.training.trainers import assert_close, gradient_of, moments_of, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.model.base_model import TorchBaseModel

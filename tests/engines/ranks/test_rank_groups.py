@@ -9,7 +9,7 @@ import ray
 from ray.util import placement_group_table
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.recorder import Recorder, cannot_load, never_ready
+from tinkercloud_testing.ranks.recorder import Recorder, cannot_load, never_ready
 from tinkercloud_worker.actors.group import (
     GroupShape,
     GroupTimings,

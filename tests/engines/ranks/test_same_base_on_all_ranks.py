@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import BATCH_TOKENS, TrainerOf
-from tinkercloud_testing.wrong_folders import UP, value
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, TrainerOf
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.small_models.wrong_folders import UP, value
 from tinkercloud_worker.actors.group import RanksUnavailable
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of

@@ -13,8 +13,9 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
-from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import (
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, Trainers
+from tinkercloud_testing.small_models.data import a_datum, a_request, random_data
+from tinkercloud_testing.small_models.models import (
     in_dtype,
     save,
     tiny_deepseek_v3,
@@ -24,8 +25,8 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, Trainers
-from tinkercloud_testing.trainers import (
+from tinkercloud_testing.small_models.wrong_folders import UP, Fault, prefixed, value
+from tinkercloud_testing.training.trainers import (
     assert_close,
     assert_equal,
     base_of,
@@ -33,7 +34,6 @@ from tinkercloud_testing.trainers import (
     moments_of,
     run,
 )
-from tinkercloud_testing.wrong_folders import UP, Fault, prefixed, value
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank

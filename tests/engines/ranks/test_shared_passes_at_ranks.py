@@ -14,9 +14,7 @@ import ray
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.models import save, tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.ranks import (
+from tinkercloud_testing.ranks.ranks import (
     BATCH_TOKENS,
     MeasuredTrainer,
     MortalTrainer,
@@ -24,8 +22,10 @@ from tinkercloud_testing.ranks import (
     actors_of,
     often,
 )
-from tinkercloud_testing.trainers import assert_close, assert_equal, gradient_of, together
-from tinkercloud_testing.uploaded_losses import processes, uploaded
+from tinkercloud_testing.small_models.data import a_request, counting_every_token, random_data
+from tinkercloud_testing.small_models.models import save, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.training.trainers import assert_close, assert_equal, gradient_of, together
+from tinkercloud_testing.training.uploaded_losses import processes, uploaded
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import torch_rank

@@ -13,11 +13,11 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_qwen3
-from tinkercloud_testing.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, actors_of
-from tinkercloud_testing.trainers import assert_equal, run
+from tinkercloud_testing.ranks.megatron import megatron_factory
+from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, actors_of
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import save, tiny_qwen3
+from tinkercloud_testing.training.trainers import assert_equal, run
 from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.actors.shares import Shares

@@ -11,10 +11,8 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.megatron import megatron_factory
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ranks import (
+from tinkercloud_testing.ranks.megatron import megatron_factory
+from tinkercloud_testing.ranks.ranks import (
     BATCH_TOKENS,
     MeasuredTrainer,
     MortalTrainer,
@@ -23,7 +21,9 @@ from tinkercloud_testing.ranks import (
     Trainers,
     bytes_in_store,
 )
-from tinkercloud_testing.trainers import assert_equal, gradient_of, run
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.training.trainers import assert_equal, gradient_of, run
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import TrainingState
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -7,9 +7,9 @@ import psutil
 import pytest
 import tinker
 
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sdk_steps import ADAM, a_datum
-from tinkercloud_testing.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum
+from tinkercloud_testing.serving.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tinkercloud_testing.models import save, tiny_qwen3_moe
-from tinkercloud_testing.sdk_steps import step
-from tinkercloud_testing.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.serving.servers import TRAINERS, Server, a_server
+from tinkercloud_testing.small_models.models import save, tiny_qwen3_moe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

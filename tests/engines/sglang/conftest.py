@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from prometheus_client.metrics import MetricWrapperBase
 
-from tinkercloud_testing.engines import Engine, an_engine
-from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sglang.engine import (
     FakeSglang,
     a_fake_sglang,
 )
 from tinkercloud_testing.sglang.sampling import a_sampler
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.training.engines import Engine, an_engine
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import adapters as sglang_adapters

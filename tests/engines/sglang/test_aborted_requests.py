@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import FakeSglang
 from tinkercloud_testing.sglang.sampling import (
     FOLDER,
@@ -17,6 +16,7 @@ from tinkercloud_testing.sglang.sampling import (
     assert_sampled,
     publish,
 )
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import weights as sglang_weights

@@ -13,8 +13,6 @@ from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Limit
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
-from tinkercloud_testing.models import save, tiny_qwen3_moe
 from tinkercloud_testing.sglang.engine import (
     FakeSglang,
     listening,
@@ -32,6 +30,8 @@ from tinkercloud_testing.sglang.sampling import (
     publish,
 )
 from tinkercloud_testing.sglang.source import read_tensors
+from tinkercloud_testing.small_models.models import save, tiny_qwen3_moe
+from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.sampling.samplers import Samplers

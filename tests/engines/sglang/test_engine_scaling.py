@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.heads.engine_scaling_settings import EngineScaling
-from tinkercloud_testing.engines import Engine, a_sampling_request
+from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.sglang.engine import FakeSglang, listening
 from tinkercloud_testing.sglang.sampling import TENSORS, a_sampler, an_adapter, publish, servers_of
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.inference import engine_scaler, routing, server
 from tinkercloud_worker.inference.sampler import InferenceSampler
 

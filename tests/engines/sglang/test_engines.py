@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import (
     FakeSglang,
     listening,
@@ -23,6 +22,7 @@ from tinkercloud_testing.sglang.sampling import (
     publish,
     servers_of,
 )
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.engine.turns.engine_thread import NoBackground
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.colocation import ColocatedThread

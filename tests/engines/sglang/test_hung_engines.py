@@ -9,7 +9,6 @@ from typing import TypeVar
 
 import pytest
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import FakeSglang
 from tinkercloud_testing.sglang.sampling import (
     NEVER,
@@ -21,6 +20,7 @@ from tinkercloud_testing.sglang.sampling import (
     publish,
     servers_of,
 )
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.inference import server as inference_server
 from tinkercloud_worker.inference import server_pool
 from tinkercloud_worker.inference.client import ServerUnreachable

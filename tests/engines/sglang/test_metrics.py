@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import (
     FakeSglang,
 )
@@ -17,6 +16,7 @@ from tinkercloud_testing.sglang.sampling import (
     cleaned_up,
     counted,
 )
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 
 pytestmark = pytest.mark.slow
 

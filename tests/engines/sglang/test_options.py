@@ -5,7 +5,14 @@ import re
 import pytest
 
 from tinkercloud_operator.children.engines import engines
-from tinkercloud_testing.sessions import COLOCATED, ENGINES, TRAINERS, Json, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import (
+    COLOCATED,
+    ENGINES,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+)
 from tinkercloud_testing.sglang.source import server_options, server_variables
 
 pytestmark = pytest.mark.slow

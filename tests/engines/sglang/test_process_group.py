@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tinkercloud_testing.engines import Engine
+from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.sglang.engine import FakeSglang
 from tinkercloud_testing.sglang.sampling import (
     FOLDER,
@@ -27,7 +27,7 @@ from tinkercloud_testing.sglang.sampling import (
     in_two_dtypes,
     publish,
 )
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.training.engines import Engine
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import delivery, process_group
 from tinkercloud_worker.inference.sglang import weights as sglang_weights

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import FakeSglang
 from tinkercloud_testing.sglang.sampling import (
     NEVER,
@@ -20,6 +19,7 @@ from tinkercloud_testing.sglang.sampling import (
     servers_of,
 )
 from tinkercloud_testing.sglang.server import SglangServer, UnknownEndpoint
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams
 from tinkercloud_worker.inference.client import InferenceClient, Json
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import Engine, a_sampling_request
 from tinkercloud_testing.sglang.engine import (
     FakeSglang,
 )
@@ -19,6 +18,7 @@ from tinkercloud_testing.sglang.sampling import (
     publish,
 )
 from tinkercloud_testing.sglang.source import definition
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,
     PromptLogprobParams,

@@ -8,11 +8,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tinkercloud_protocol.requests.tensors import SampledSequence
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang.generation import ended
 from tinkercloud_testing.sglang.sampling import PROMPTS, assert_same, publish
 from tinkercloud_testing.sglang.source import File, definition
+from tinkercloud_testing.small_models.models import byte_tokenizer
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.engine.sampling.growing_text import decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.sampling.stopping import cut_at_stop

@@ -9,8 +9,6 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine
-from tinkercloud_testing.models import save, tiny_deepseek_v3, tiny_mixtral, tiny_qwen3_moe
 from tinkercloud_testing.sglang.engine import FakeSglang, a_fake_sglang
 from tinkercloud_testing.sglang.sampling import (
     FOLDER,
@@ -24,7 +22,14 @@ from tinkercloud_testing.sglang.sampling import (
     assert_sampled,
     publish,
 )
-from tinkercloud_testing.trainers import assert_equal
+from tinkercloud_testing.small_models.models import (
+    save,
+    tiny_deepseek_v3,
+    tiny_mixtral,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_engine
+from tinkercloud_testing.training.trainers import assert_equal
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
 

@@ -10,7 +10,7 @@ from tinkercloud_api.admin.draining import CannotDrain, Progress, cordon, drain
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.live_objects import LiveObjects
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
 
 ANYTHING = {"operator": "Exists"}
 

@@ -20,7 +20,7 @@ from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_kube.client import ObjectRef
 from tinkercloud_protocol.programs.program_messages import API_KEY, BASE_MODEL, ProgramPhase
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     MODEL_NAME,
     PROGRAM,
     PROGRAMS,

@@ -19,7 +19,7 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.programs.program_messages import API_KEY, ProgramPhase
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.sessions import MODEL_NAME, NOON, PROGRAMS, Json, a_base_model
+from tinkercloud_testing.resources.sessions import MODEL_NAME, NOON, PROGRAMS, Json, a_base_model
 
 LAUNCH = ProgramLaunch(
     program_id="program-1",

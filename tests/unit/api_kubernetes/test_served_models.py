@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from tinkercloud_api.providers.served_models import served_model
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.sessions import a_base_model
-from tinkercloud_testing.vision_models import save_vision_model
+from tinkercloud_testing.resources.sessions import a_base_model
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.small_models.vision_models import save_vision_model
 
 VOLUME = {"volume": {"claimName": "models", "path": "one"}}
 WORKERS = {"replicas": 1, "cpuRanksPerReplica": 1}

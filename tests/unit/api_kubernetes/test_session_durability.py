@@ -8,8 +8,8 @@ from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnot
 from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
 from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
-from tinkercloud_testing.sessions import a_session_manifest
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.resources.sessions import a_session_manifest
 
 FULL = "the journal can't be written (No space left on device)"
 PATH = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"

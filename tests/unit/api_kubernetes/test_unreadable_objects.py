@@ -1,7 +1,7 @@
 """Objects that this version of the server cannot read."""
 
 from tinkercloud_api.providers.cluster.session_status import read_session, readable
-from tinkercloud_testing.sessions import a_session_manifest
+from tinkercloud_testing.resources.sessions import a_session_manifest
 
 
 def test_an_object_that_this_version_cannot_read_is_left_out() -> None:

@@ -16,8 +16,8 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.engine.trainer import TrainingState

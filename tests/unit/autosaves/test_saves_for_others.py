@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.bare_heads import MODEL, a_head, described, train
+from tinkercloud_testing.serving.bare_heads import MODEL, a_head, described, train
 
 pytestmark = pytest.mark.timeout(120)
 

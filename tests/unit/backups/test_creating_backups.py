@@ -18,7 +18,7 @@ from tinkercloud_api.config import server_settings
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_protocol.heads.checkpoint_manifest import decode_manifest
 from tinkercloud_protocol.heads.journal_copy import Base, Header, encode, object_key
-from tinkercloud_testing.backed_up import RUN, State, journal_manifest, now, stored
+from tinkercloud_testing.storage.backed_up import RUN, State, journal_manifest, now, stored
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.records import Entry, Record

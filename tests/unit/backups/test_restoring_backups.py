@@ -28,8 +28,8 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.config.state_folder import StateFolderError, StateFolderLock
 from tinkercloud_protocol.heads import checkpoint_manifest
 from tinkercloud_protocol.heads.releases import this_release
-from tinkercloud_testing.backed_up import State, contents, now
-from tinkercloud_testing.disks import no_files_over
+from tinkercloud_testing.storage.backed_up import State, contents, now
+from tinkercloud_testing.storage.disks import no_files_over
 
 
 def nothing(_: int) -> None:

@@ -73,7 +73,10 @@ def test_every_part_runs_on_another_device_than_the_cpu_and_agrees_with_huggingf
     tmp_path: Path,
 ) -> None:
     written = results(
-        tmp_path / "out.json", "import tinkercloud_testing.elsewhere", "--device", "elsewhere"
+        tmp_path / "out.json",
+        "import tinkercloud_testing.training.elsewhere",
+        "--device",
+        "elsewhere",
     )
 
     verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}
@@ -119,7 +122,7 @@ def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_meas
     tmp_path: Path,
 ) -> None:
     written = results(
-        tmp_path / "out.json", "import tinkercloud_testing.bare_machine", "--device", "cpu"
+        tmp_path / "out.json", "import tinkercloud_testing.serving.bare_machine", "--device", "cpu"
     )
 
     verdicts = {m["id"]: m["verdict"] for m in written["measurements"]}

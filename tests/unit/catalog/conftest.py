@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.postgresql import PostgreSQL, a_postgresql
+from tinkercloud_testing.storage.postgresql import PostgreSQL, a_postgresql
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ from tinkercloud_api.heads.activity import Activity
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unauthenticated, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.postgresql import PostgreSQL
+from tinkercloud_testing.storage.postgresql import PostgreSQL
 
 PATH = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "x")
 

@@ -35,8 +35,8 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.catalogs import writing
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.storage.catalogs import writing
 
 ME = Principal(1, "key", "me", Role.USER)
 PAGE = Page(0, 100)

@@ -37,8 +37,8 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Overloaded, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.catalogs import writing
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.storage.catalogs import writing
 
 ME = Principal(1, "key", "me", Role.USER)
 SOURCE = CheckpointPath("s:train:0", CheckpointKind.TRAINING, "a")

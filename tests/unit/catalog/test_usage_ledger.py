@@ -14,7 +14,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageLedger, UsageQuery, UsageTotal
 from tinkercloud_api.config import api_metrics
 from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
-from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.serving.metrics import metric_value
 
 ALL = Page(0, 1000)
 MODELS = ("", "s:train:0", "s:train:1")

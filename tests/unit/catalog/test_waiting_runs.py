@@ -19,8 +19,8 @@ from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
-from tinkercloud_testing.postgresql import PostgreSQL
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.storage.postgresql import PostgreSQL
 
 ONE_MODEL = [
     Tenant("research", TenantSpec(owners=["ada"], limits=TenantLimits(models=1))),

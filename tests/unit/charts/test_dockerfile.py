@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.resources.charts import ROOT
 
 UV_WITHOUT_CHANGES = f"""#!/usr/bin/env bash
 echo "uv $*" >>"$UV_COMMANDS"

@@ -11,7 +11,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.structural import Part
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_testing.charts import ROOT, objects
+from tinkercloud_testing.resources.charts import ROOT, objects
 
 EXAMPLES = sorted((ROOT / "crds" / "examples").glob("*.yaml"))
 BASE_MODELS = [path for path in EXAMPLES if "kind: BaseModel" in path.read_text()]

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkercloud_testing.charts import CHART, CRD_CHART, environment, helm, objects, of_kind, one
+from tinkercloud_testing.resources.charts import (
+    CHART,
+    CRD_CHART,
+    environment,
+    helm,
+    objects,
+    of_kind,
+    one,
+)
 
 API, OPERATOR = "tinker-tinkercloud-api", "tinker-tinkercloud-operator"
 PRODUCTION = ("--values", str(CHART / "ci" / "production.yaml"))

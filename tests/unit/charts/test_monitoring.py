@@ -14,8 +14,8 @@ import tinkercloud_operator.metrics
 import tinkercloud_worker.metrics
 from tinkercloud_api.config import api_metrics
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.charts import CHART, NAMESPACE, ROOT, of_kind, one
-from tinkercloud_testing.sessions import a_base_model, a_build
+from tinkercloud_testing.resources.charts import CHART, NAMESPACE, ROOT, of_kind, one
+from tinkercloud_testing.resources.sessions import a_base_model, a_build
 
 METRICS = (api_metrics, tinkercloud_operator.metrics, tinkercloud_worker.metrics)
 WATCHED = ("--values", str(CHART / "ci" / "production.yaml"))

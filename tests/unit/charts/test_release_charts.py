@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tinkercloud_testing.charts import CASES, CHART, ROOT, pod_specs
+from tinkercloud_testing.resources.charts import CASES, CHART, ROOT, pod_specs
 
 PUBLISH = runpy.run_path(str(ROOT / "tools" / "release" / "publish.py"))
 DIGESTS = {"api-server": f"sha256:{1:064x}", "operator": f"sha256:{2:064x}"}

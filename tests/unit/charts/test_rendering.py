@@ -9,7 +9,7 @@ import yaml
 
 from tinkercloud_api.config.settings import Settings as ApiSettings
 from tinkercloud_operator.settings import Settings as OperatorSettings
-from tinkercloud_testing.charts import (
+from tinkercloud_testing.resources.charts import (
     CASES,
     CHART,
     CRD_CHART,

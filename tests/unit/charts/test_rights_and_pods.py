@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.charts import (
+from tinkercloud_testing.resources.charts import (
     CASES,
     CHART,
     NAMESPACE,

@@ -12,7 +12,15 @@ import yaml
 
 from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_testing.charts import CHART, ROOT, HelmFailed, environment, helm, one, template
+from tinkercloud_testing.resources.charts import (
+    CHART,
+    ROOT,
+    HelmFailed,
+    environment,
+    helm,
+    one,
+    template,
+)
 
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())

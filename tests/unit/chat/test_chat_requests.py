@@ -9,7 +9,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.chat.anthropic_messages import read_messages
 from tinkercloud_worker.chat.openai_requests import read_chat, read_completion
 from tinkercloud_worker.chat.text import ChatText

@@ -13,13 +13,13 @@ import torch
 from tokenizers import AddedToken
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import a_sampling_request, an_engine, publish_adapter
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.models import (
     EOS_TOKEN_ID,
     byte_tokenizer,
     tiny_deepseek_v3,
     tiny_llama,
 )
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine, publish_adapter
 from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.grammar.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.text import ChatText

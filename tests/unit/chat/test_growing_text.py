@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
-from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_testing.small_models.text_tokenizers import (
+    OF_BYTES,
+    TEXTS,
+    TOKENIZERS,
+    a_tokenizer,
+    encode,
+)
 from tinkercloud_worker.chat.grammar.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop

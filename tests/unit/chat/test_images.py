@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.pictures import picture
+from tinkercloud_testing.small_models.pictures import picture
 from tinkercloud_worker.chat.chat_images import content_for_template, images_of, model_input
 
 PNG, JPEG = picture(30, 20), picture(20, 20, file_format="jpeg")

@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_worker.chat.anthropic_messages import read_messages
 from tinkercloud_worker.chat.grammar.answer_rules import Reasoning
 from tinkercloud_worker.chat.grammar.grammars import Grammars

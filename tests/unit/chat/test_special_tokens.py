@@ -9,9 +9,9 @@ from tokenizers import normalizers
 from transformers import AutoTokenizer
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import EOS_TOKEN_ID
-from tinkercloud_testing.said import a_text as a_chat_text
-from tinkercloud_testing.said import anthropic_says, completion_says, openai_says
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID
+from tinkercloud_testing.small_models.said import a_text as a_chat_text
+from tinkercloud_testing.small_models.said import anthropic_says, completion_says, openai_says
 from tinkercloud_worker.chat.text import ChatText
 
 TEXT, TOKENIZER = a_chat_text()

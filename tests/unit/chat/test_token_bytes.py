@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.chat import openai_requests
 from tinkercloud_worker.chat.openai_answers import CompletionAnswer, ScoredToken
 from tinkercloud_worker.chat.text import ChatText

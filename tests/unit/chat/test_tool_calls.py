@@ -2,8 +2,8 @@
 
 import pytest
 
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.said import a_text, anthropic_says, openai_says
+from tinkercloud_testing.small_models.models import byte_tokenizer
+from tinkercloud_testing.small_models.said import a_text, anthropic_says, openai_says
 from tinkercloud_worker.chat.grammar.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.tool_formats.known import HERMES

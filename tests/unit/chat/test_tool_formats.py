@@ -12,9 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import EOS_TOKEN_ID
-from tinkercloud_testing.said import HERMES_TEMPLATE, a_text, anthropic_says, openai_says
-from tinkercloud_testing.tool_templates import (
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID
+from tinkercloud_testing.small_models.said import (
+    HERMES_TEMPLATE,
+    a_text,
+    anthropic_says,
+    openai_says,
+)
+from tinkercloud_testing.small_models.tool_templates import (
     HARMONY,
     LLAMA,
     MISTRAL_LIST,

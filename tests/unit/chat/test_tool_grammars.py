@@ -9,9 +9,9 @@ import orjson
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import EOS_TOKEN_ID
-from tinkercloud_testing.said import a_text
-from tinkercloud_testing.tool_templates import (
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID
+from tinkercloud_testing.small_models.said import a_text
+from tinkercloud_testing.small_models.tool_templates import (
     HARMONY,
     LLAMA,
     MISTRAL_LIST,

@@ -23,10 +23,10 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head
-from tinkercloud_testing.families import ONE_BY_ONE, SLOTTED, VISION_LANGUAGE
-from tinkercloud_testing.models import in_dtype, save, tiny_llama, tiny_qwen3
-from tinkercloud_testing.quantizing import quantize
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head
+from tinkercloud_testing.small_models.families import ONE_BY_ONE, SLOTTED, VISION_LANGUAGE
+from tinkercloud_testing.small_models.models import in_dtype, save, tiny_llama, tiny_qwen3
+from tinkercloud_testing.small_models.quantizing import quantize
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.head.serve.service import HeadService
 from tinkercloud_worker.model.fingerprint import fingerprint_of

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tinkercloud_protocol.heads.checkpoint_manifest import GRADIENT, CheckpointManifest
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 
 

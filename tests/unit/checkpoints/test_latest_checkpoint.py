@@ -8,7 +8,7 @@ import pytest
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.head.model import model_checkpoints
 
 

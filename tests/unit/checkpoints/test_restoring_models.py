@@ -6,8 +6,8 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, a_head
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.serving.bare_heads import MODEL, a_head
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.training.adam import AdamTrainer
 
 

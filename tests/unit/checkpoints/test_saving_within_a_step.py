@@ -10,7 +10,7 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.engine.trainer import GradientLost
 
 SPECS = {

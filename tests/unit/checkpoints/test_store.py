@@ -31,7 +31,7 @@ from tinkercloud_protocol.heads.releases import this_release
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.dying_store import Death, DyingObstore
+from tinkercloud_testing.storage.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable, parts, tensor_file
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed

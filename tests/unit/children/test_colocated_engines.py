@@ -18,7 +18,7 @@ from tinkercloud_operator.decide.session.actions import Apply, Stage, stage
 from tinkercloud_operator.decide.session.reconcile import children, reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import Node
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     TRAINERS,
     Json,

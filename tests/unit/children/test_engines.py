@@ -16,8 +16,8 @@ from tinkercloud_operator.decide.pods.node_fit import never_fits
 from tinkercloud_operator.decide.session.reconcile import children
 from tinkercloud_operator.spec.observed import Node
 from tinkercloud_protocol.heads.launch import SamplerConfig
-from tinkercloud_testing.charts import ROOT
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.charts import ROOT
+from tinkercloud_testing.resources.sessions import (
     ENGINES,
     EXTERNAL,
     SAMPLERS,

@@ -5,7 +5,7 @@ import pytest
 from tinkercloud_crds.pods.extras import ExtendedResource
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     SAMPLERS,

@@ -4,7 +4,7 @@ import pytest
 
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import SCRATCH_FOLDER
-from tinkercloud_testing.sessions import a_base_model, a_build, a_session
+from tinkercloud_testing.resources.sessions import a_base_model, a_build, a_session
 
 ON_A_VOLUME = {"volume": {"claimName": "models", "path": "qwen"}}
 

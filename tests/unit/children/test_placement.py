@@ -3,7 +3,7 @@
 from tinkercloud_crds import labels
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.sessions import ENGINES, TRAINERS, Json, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import ENGINES, TRAINERS, Json, a_base_model, a_build
 
 
 def templates(build: Build) -> list[Json]:

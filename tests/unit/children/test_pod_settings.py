@@ -7,7 +7,14 @@ import pytest
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.sessions import COLOCATED, ENGINES, TRAINERS, Json, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import (
+    COLOCATED,
+    ENGINES,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+)
 
 OFFERS = {
     "head alone": a_base_model(),

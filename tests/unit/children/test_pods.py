@@ -8,7 +8,7 @@ from tinkercloud_crds import labels
 from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.children.pods import Build
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     EXTERNAL,

@@ -9,7 +9,7 @@ from tinkercloud_crds.names import Names
 from tinkercloud_crds.pods.program_fields import Program, Programs
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.sessions import PROGRAM, PROGRAMS, Json, a_session
+from tinkercloud_testing.resources.sessions import PROGRAM, PROGRAMS, Json, a_session
 
 URL = "http://api.default.svc:80"
 

@@ -15,7 +15,7 @@ from tinkercloud_operator.children.raycluster import ray_cluster
 from tinkercloud_operator.decide.session.reconcile import children, key_of
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
 from tinkercloud_protocol.heads.launch import HeadConfig
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     SAMPLERS,

@@ -8,7 +8,14 @@ import pytest
 
 from tinkercloud_operator.children.pods import CLEAR_SHARED_MEMORY
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.sessions import COLOCATED, ENGINES, TRAINERS, Json, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import (
+    COLOCATED,
+    ENGINES,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+)
 
 LEFTOVERS = ["torch_812_3291_0", "psm_1f0c2a", "nccl-QX3mZk", "cuda.shm.fffe.2c1.1"]
 OFFERS = {

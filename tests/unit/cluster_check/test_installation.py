@@ -10,8 +10,8 @@ from tinkercloud_api.cluster_check.checks import examine
 from tinkercloud_api.cluster_check.findings import ClusterFacts, Finding, Level
 from tinkercloud_api.cluster_check.rights import Right
 from tinkercloud_api.cluster_check.values import Release, release_of
-from tinkercloud_testing.charts import CASES, objects
-from tinkercloud_testing.ready_cluster import a_class, a_deployment, a_node, a_ready_cluster
+from tinkercloud_testing.resources.charts import CASES, objects
+from tinkercloud_testing.serving.ready_cluster import a_class, a_deployment, a_node, a_ready_cluster
 
 DEFAULTS = release_of([])
 VERSION = "0.1.0"

@@ -11,8 +11,8 @@ from tinkercloud_api.cluster_check.findings import ClusterFacts, Finding, Level
 from tinkercloud_api.cluster_check.values import Release, release_of
 from tinkercloud_crds.structural import structural_schema
 from tinkercloud_crds.tenant import TenantSpec
-from tinkercloud_testing.charts import CHART, CRD_CHART, ROOT
-from tinkercloud_testing.ready_cluster import (
+from tinkercloud_testing.resources.charts import CHART, CRD_CHART, ROOT
+from tinkercloud_testing.serving.ready_cluster import (
     a_deployment,
     a_node,
     a_ready_cluster,

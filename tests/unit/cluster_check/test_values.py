@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tinkercloud_api.cluster_check.values import release_of
-from tinkercloud_testing.charts import CASES, CHART, EXAMPLES, ROOT, HelmFailed, template
+from tinkercloud_testing.resources.charts import CASES, CHART, EXAMPLES, ROOT, HelmFailed, template
 
 SPEC = {
     "modelName": "tiny/llama",

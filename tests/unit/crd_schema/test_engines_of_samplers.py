@@ -4,7 +4,7 @@ import pytest
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.pods.shapes import EnginesShape, SamplerShape
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     EXTERNAL,

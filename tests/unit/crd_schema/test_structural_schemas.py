@@ -14,7 +14,12 @@ from tinkercloud_crds.conditions import ConditionType, Reason, moved
 from tinkercloud_crds.generate import KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.structural import Part, UnboundedError, rules, structural_schema
 from tinkercloud_crds.training_session import TrainingSessionSpec, TrainingSessionStatus
-from tinkercloud_testing.sessions import NOON, Json, a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.resources.sessions import (
+    NOON,
+    Json,
+    a_base_model_manifest,
+    a_session_manifest,
+)
 
 FORBIDDEN = {"$ref", "$defs", "anyOf", "oneOf", "allOf", "title", "const"}
 every_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)

@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_testing.cluster import image_store
 from tinkercloud_testing.cluster.image_store import ImageStore
 from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, write_archive
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 CTR = """
 import os, pathlib, sys, tarfile, uuid

@@ -10,8 +10,8 @@ import pytest
 from tinkercloud_protocol.heads.launch import Limits
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest, parse_sample
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.served_heads import a_served_head
 from tinkercloud_worker.head.serve import head_app
 from tinkercloud_worker.head.wire.body_limiter import BodyLimiter
 

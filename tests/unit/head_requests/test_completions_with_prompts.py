@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.models import byte_tokenizer, tiny_llama
-from tinkercloud_testing.served_heads import ServedHead, a_served_head
+from tinkercloud_testing.serving.served_heads import ServedHead, a_served_head
+from tinkercloud_testing.small_models.models import byte_tokenizer, tiny_llama
 
 SESSION = "s:sample:0"
 PROMPTS = [list(b"The sky is blue"), list(b"Two")]

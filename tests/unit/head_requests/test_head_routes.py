@@ -7,7 +7,7 @@ import orjson
 import pytest
 
 from tinkercloud_protocol.wire import recorded_paths, routes
-from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
+from tinkercloud_testing.serving.served_heads import TOKEN, ServedHead, a_served_head
 from tinkercloud_worker.head.serve.head_app import ROUTES
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"

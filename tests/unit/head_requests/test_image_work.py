@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tinkercloud_protocol.requests.image_files import ImagePart
-from tinkercloud_testing.pictures import picture
+from tinkercloud_testing.small_models.pictures import picture
 from tinkercloud_worker.head.wire.image_work import ImageWork
 
 IMAGE = ImagePart(0, picture(10, 10), "png", None)

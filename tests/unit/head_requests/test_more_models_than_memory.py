@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import Head, a_head
+from tinkercloud_testing.serving.bare_heads import Head, a_head
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.training.paging import DiskFiles
 

@@ -14,8 +14,8 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.bare_heads import a_head
-from tinkercloud_testing.served_heads import a_served_head
+from tinkercloud_testing.serving.bare_heads import a_head
+from tinkercloud_testing.serving.served_heads import a_served_head
 from tinkercloud_worker.head.model import operations
 from tinkercloud_worker.head.model.preparation import is_small
 from tinkercloud_worker.head.order import requests

@@ -18,8 +18,8 @@ from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.envelope import peek_training
 from tinkercloud_protocol.wire.errors import NotFound, Overloaded, ResultGone
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
-from tinkercloud_testing.bare_heads import Head, a_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.bare_heads import Head, a_head
 from tinkercloud_worker.head.order.requests import receive_batch, receive_json
 from tinkercloud_worker.head.serve.service import HeadService
 

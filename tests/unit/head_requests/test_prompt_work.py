@@ -12,9 +12,9 @@ import pytest
 
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.served_heads import TOKEN, Answer, ServedHead, a_served_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.served_heads import TOKEN, Answer, ServedHead, a_served_head
+from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.head.serve.prompt_work import PromptWork
 from tinkercloud_worker.head.wire.head_http import Request

@@ -7,7 +7,7 @@ import orjson
 from tinkercloud_api.routes.sessions.traces import trace_of
 from tinkercloud_protocol.heads.request_timeline import Timeline
 from tinkercloud_protocol.wire import request_ids, routes
-from tinkercloud_testing.served_heads import TOKEN, a_served_head
+from tinkercloud_testing.serving.served_heads import TOKEN, a_served_head
 
 
 async def test_a_request_has_its_name_in_the_trace_of_its_session(tmp_path: Path) -> None:

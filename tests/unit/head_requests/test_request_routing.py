@@ -11,7 +11,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkercloud_protocol.heads.launch import Limits, ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.served_heads import ServedHead, a_served_head
+from tinkercloud_testing.serving.served_heads import ServedHead, a_served_head
 
 MINE, THEIRS = "mine:train:0", "theirs:train:0"
 MAX_BODY_BYTES = 100_000

@@ -17,7 +17,7 @@ from tinkercloud_protocol.wire.envelope import TrainingEnvelope, peek_training
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.wire.ids import SamplingSessionId
 from tinkercloud_protocol.wire.json_model import parse_json
-from tinkercloud_testing.bare_heads import MODEL, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, a_head
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.sampling.sampling_request import prepare
 from tinkercloud_worker.head.order.requests import receive_batch, receive_json

@@ -11,8 +11,8 @@ import pytest
 
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import SPEC, Head, a_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.bare_heads import SPEC, Head, a_head
 from tinkercloud_worker.engine.turns import engine_thread
 
 MODELS, STEPS = 8, 5

@@ -10,8 +10,8 @@ from tinkercloud_protocol.heads.launch import Limits, ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import a_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.bare_heads import a_head
 from tinkercloud_worker.head.order.requests import receive_json
 from tinkercloud_worker.head.serve.service import HeadService
 

@@ -14,8 +14,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import future_responses, routes
-from tinkercloud_testing.served_heads import Answer, ServedHead, a_served_head
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.served_heads import Answer, ServedHead, a_served_head
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.head.order.sequencer import Sequencer
 

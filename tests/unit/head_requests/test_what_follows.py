@@ -14,8 +14,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.envelope import peek_training
-from tinkercloud_testing.bare_heads import Head, a_head, until
-from tinkercloud_testing.pictures import picture
+from tinkercloud_testing.serving.bare_heads import Head, a_head, until
+from tinkercloud_testing.small_models.pictures import picture
 from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.head.order.requests import receive_batch
 

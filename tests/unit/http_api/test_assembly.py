@@ -47,9 +47,9 @@ from tinkercloud_api.web.middleware import (
     RequestIdMiddleware,
     ShortPathMiddleware,
 )
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.served_heads import served
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.served_heads import served
 
 Noted = tuple[type | ModuleType, str]
 """A method of a class, or a function of a module."""

@@ -28,7 +28,7 @@ from tinkercloud_api.web.asgi_http import DISCARD_WITHOUT_KEY
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, respond
 from tinkercloud_protocol.wire.errors import Overloaded, Unauthenticated
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
 CALLS = [

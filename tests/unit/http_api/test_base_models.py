@@ -21,7 +21,7 @@ from tinkercloud_api.serve import model_download
 from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_api.serve.model_download import files_of
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 
 async def test_heads_that_are_pods_serve_base_model_resources_only(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import uvicorn
 
 from tinkercloud_api.web import connections
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, respond
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 BEGIN = b"GET /x HTTP/1.1\r\nhost: a\r\n"

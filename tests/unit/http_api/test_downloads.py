@@ -26,9 +26,9 @@ from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
-from tinkercloud_testing.buckets import Bucket, a_bucket
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.storage.buckets import Bucket, a_bucket
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 
 KEY = "tml-0123456789abcdefghijklmnopqrstuv"

@@ -12,7 +12,7 @@ from tinkercloud_api.routes import health
 from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_api.serve.hot_paths import HotPaths
 from tinkercloud_api.web import error_handlers
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
 

@@ -18,7 +18,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.login import openid_login
 from tinkercloud_api.login.openid_login import ProviderClient, identify
 from tinkercloud_protocol.wire.errors import Forbidden
-from tinkercloud_testing.openid import a_provider
+from tinkercloud_testing.clients.openid import a_provider
 
 SETTINGS: dict[str, Any] = {
     "issuer": "https://id.example.com",

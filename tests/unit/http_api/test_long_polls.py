@@ -20,8 +20,8 @@ from tinkercloud_api.serve.hot_paths import HotPaths
 from tinkercloud_api.web import error_handlers
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-of-the-polls-that-are-held"
 RUN = "s:train:0"

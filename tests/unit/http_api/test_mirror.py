@@ -22,7 +22,7 @@ from tinkercloud_api.providers.base import ServedModel
 from tinkercloud_api.routes.models import hub_mirror
 from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_api.web import error_handlers
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 MODEL = "acme/tiny"
 TEMPLATES = {"additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja"}

@@ -20,7 +20,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_api.serve.route_table import Authentication
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
 PACKAGE = f"{api_routes.__name__}."

@@ -16,7 +16,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.routes.requests import call
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.wire import request_ids, routes
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-a-valid-key-of-these-tests"
 

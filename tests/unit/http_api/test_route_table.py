@@ -32,8 +32,8 @@ from tinkercloud_api.serve.route_table import (
     authentication_of,
     table,
 )
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.served_heads import served
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.served_heads import served
 
 KEY = "tml-a-valid-key-of-these-tests"
 UNKNOWN_ROUTE = re.compile(r"is not supported by this server|^Not Found$")

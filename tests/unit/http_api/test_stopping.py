@@ -10,8 +10,8 @@ import pytest
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.disks import no_files_over
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.storage.disks import no_files_over
 
 KEY = "tml-a-valid-key-of-these-tests"
 

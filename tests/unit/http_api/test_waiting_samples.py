@@ -18,7 +18,7 @@ from tinkercloud_api.serve.api_app import running_context
 from tinkercloud_api.serve.hot_paths import HotPaths
 from tinkercloud_protocol.heads.launch import Timings
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 KEY = "tml-of-samples-that-are-awaited"
 BODY = orjson.dumps({"base_model": "tiny", "prompt": {"tokens": [1]}})

@@ -9,7 +9,7 @@ from tinkercloud_protocol.heads import journal_copy
 from tinkercloud_protocol.heads.journal_copy import Base, Header, object_key
 from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_testing.bare_heads import MODEL, SPEC
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.records import DamagedJournal, Entry, Record
 from tinkercloud_worker.journal.shared_log import Ends, SharedLog

@@ -15,8 +15,8 @@ import pytest
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.wire.future_responses import Result
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.head.durable.durable_run import DurableRun
 from tinkercloud_worker.head.model.operations import Operations

@@ -16,8 +16,8 @@ from tinkercloud_protocol.heads.checkpoint_manifest import SuspendedManifest
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityReport
 from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.wire.errors import StateLost
-from tinkercloud_testing.bare_heads import MODEL, a_head, described, train, until
-from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.serving.bare_heads import MODEL, a_head, described, train, until
+from tinkercloud_testing.serving.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots

@@ -13,7 +13,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.journal_copy import FOLDER, Base, Header, object_key
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.errors import StateLost, WireError
-from tinkercloud_testing.bare_heads import MODEL, PATIENCE_SECONDS, SPEC, a_head, train
+from tinkercloud_testing.serving.bare_heads import MODEL, PATIENCE_SECONDS, SPEC, a_head, train
 from tinkercloud_worker.head.wire.failed_results import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog
 

@@ -35,7 +35,7 @@ from tinkercloud_protocol.losses.traced_losses import CustomLossId
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.uploaded_losses import of_nodes
+from tinkercloud_testing.training.uploaded_losses import of_nodes
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.journal import records
 from tinkercloud_worker.journal.folder import JournalFolder

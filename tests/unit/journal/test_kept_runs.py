@@ -21,7 +21,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.journal_files import manifest_path, run_ids
 from tinkercloud_protocol.heads.launch import Timings
 from tinkercloud_protocol.wire.errors import Overloaded, StateLost, Unavailable
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability

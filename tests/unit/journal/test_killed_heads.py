@@ -21,7 +21,7 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.envelope import TrainingEnvelope
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, StateLost, Unavailable
-from tinkercloud_testing.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.head.model.live_model import LiveModel

@@ -9,8 +9,8 @@ import pytest
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.bare_heads import Head, a_head, described, train, until
-from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.serving.bare_heads import Head, a_head, described, train, until
+from tinkercloud_testing.serving.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.engine.trainer import TrainingState
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, described, train, until
+from tinkercloud_testing.serving.bare_heads import (
+    MODEL,
+    SPEC,
+    Head,
+    a_head,
+    described,
+    train,
+    until,
+)
 from tinkercloud_worker.head.durable.journal_room import (
     JournalRoom,
     NoRoom,

@@ -11,7 +11,7 @@ import pytest
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import StateLost, WireError
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head, described, until
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head, described, until
 from tinkercloud_worker.checkpoints.store import StoreFailed
 from tinkercloud_worker.head.wire.failed_results import Moved
 from tinkercloud_worker.journal.shared_log import SharedLog

@@ -13,7 +13,7 @@ import pytest
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityLevel
 from tinkercloud_protocol.heads.journal_files import JournalManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.journal.folder import JournalFolder
 from tinkercloud_worker.journal.shared_log import LogPlace, SharedLog
 

@@ -17,7 +17,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.journal_copy import FOLDER, Header
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import (
+from tinkercloud_testing.serving.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
     Head,

@@ -13,7 +13,7 @@ import pytest
 from torch import Tensor
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
-from tinkercloud_testing.bare_heads import (
+from tinkercloud_testing.serving.bare_heads import (
     MODEL,
     PATIENCE_SECONDS,
     WHOLE,
@@ -23,7 +23,7 @@ from tinkercloud_testing.bare_heads import (
     train,
     until,
 )
-from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.serving.metrics import metric_value
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.checkpoints.tensor_file import Growing

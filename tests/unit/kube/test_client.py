@@ -18,7 +18,7 @@ from tinkercloud_kube.errors import (
     error_of,
 )
 from tinkercloud_testing.cluster.memory_api import Connection
-from tinkercloud_testing.sessions import a_session_manifest
+from tinkercloud_testing.resources.sessions import a_session_manifest
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
 ONE = ObjectRef("TrainingSession", "one")

@@ -12,7 +12,7 @@ from tinkercloud_kube.client import Client, Event, Page
 from tinkercloud_kube.errors import Expired, Unavailable
 from tinkercloud_kube.informer import Informer
 from tinkercloud_testing.cluster.memory_api import Connection
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
 
 
 def stored(name: str, version: int, uid: str = "") -> dict[str, Any]:

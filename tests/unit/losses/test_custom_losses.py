@@ -16,7 +16,7 @@ from tinkercloud_protocol.losses import loss_operations
 from tinkercloud_protocol.losses import traced_losses as format_1
 from tinkercloud_protocol.losses.traced_losses import CustomLoss
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.uploaded_losses import (
+from tinkercloud_testing.training.uploaded_losses import (
     LossFunction,
     a_node,
     of_nodes,

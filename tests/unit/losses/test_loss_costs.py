@@ -17,7 +17,14 @@ from torch.utils._pytree import tree_leaves
 
 from tinkercloud_protocol.losses import loss_operations
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.uploaded_losses import a_method, a_node, of_nodes, ref, stored, total
+from tinkercloud_testing.training.uploaded_losses import (
+    a_method,
+    a_node,
+    of_nodes,
+    ref,
+    stored,
+    total,
+)
 from tinkercloud_worker.custom_losses import costs, graphs
 from tinkercloud_worker.custom_losses.costs import NODE_ELEMENTS, Meter
 from tinkercloud_worker.custom_losses.graphs import Step

@@ -17,8 +17,9 @@ import torch
 from tinkercloud_protocol.losses.loss_limits import LossLimits
 from tinkercloud_protocol.losses.traced_losses import MAX_NODES, CustomLoss
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
-from tinkercloud_testing import uploaded_losses
-from tinkercloud_testing.uploaded_losses import (
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.training import uploaded_losses
+from tinkercloud_testing.training.uploaded_losses import (
     Node,
     a_method,
     a_node,
@@ -31,7 +32,6 @@ from tinkercloud_testing.uploaded_losses import (
     total,
     uploaded,
 )
-from tinkercloud_testing.waiting import wait_until
 from tinkercloud_worker.custom_losses import processes as loss_processes
 from tinkercloud_worker.custom_losses.inputs import DatumInputs
 from tinkercloud_worker.custom_losses.nursery import (

@@ -10,8 +10,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from tinkercloud_protocol.losses import traced_losses
 from tinkercloud_protocol.losses.traced_losses import CustomLoss
 from tinkercloud_protocol.wire.envelope import peek_training
-from tinkercloud_testing.bare_heads import Head, a_head, until
-from tinkercloud_testing.uploaded_losses import uploaded
+from tinkercloud_testing.serving.bare_heads import Head, a_head, until
+from tinkercloud_testing.training.uploaded_losses import uploaded
 from tinkercloud_worker.head.order.requests import receive_batch
 
 

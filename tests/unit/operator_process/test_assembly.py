@@ -20,7 +20,7 @@ from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import MOMENT, Connection
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/tinkercloud-operator"
 SETTINGS = Settings(identity="me", max_concurrent=3, probe_host="127.0.0.1", probe_port=0)

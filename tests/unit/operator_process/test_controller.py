@@ -16,8 +16,8 @@ from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, Json
-from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.resources.sessions import a_base_model_manifest, a_session_manifest
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"
 BASE_MODELS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/basemodels"

@@ -20,8 +20,8 @@ from tinkercloud_operator.run.cluster.served_definitions import ServedDefinition
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import ChildKey
 from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
-from tinkercloud_testing.metrics import metric_value
-from tinkercloud_testing.sessions import NOON, a_pod, a_status, observed
+from tinkercloud_testing.resources.sessions import NOON, a_pod, a_status, observed
+from tinkercloud_testing.serving.metrics import metric_value
 
 SESSION = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions/one"
 RAY_CLUSTER = "/apis/ray.io/v1/namespaces/default/rayclusters/one"

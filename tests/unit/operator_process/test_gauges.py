@@ -8,8 +8,8 @@ import pytest
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator import metrics
 from tinkercloud_operator.run.gauges import count_sessions
-from tinkercloud_testing.metrics import metric_value
-from tinkercloud_testing.sessions import NOON, Json, a_session_manifest
+from tinkercloud_testing.resources.sessions import NOON, Json, a_session_manifest
+from tinkercloud_testing.serving.metrics import metric_value
 
 
 def a_session(phase: str | None, made: float = 0, **conditions: float) -> Json:

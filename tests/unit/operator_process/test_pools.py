@@ -27,8 +27,12 @@ from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_testing.cluster.memory_api import Connection, Json
-from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.resources.sessions import (
+    MODEL_NAME,
+    a_base_model_manifest,
+    a_session_manifest,
+)
 
 OWN = "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
 ACCEPTED = {"type": "Accepted", "status": "True", "reason": "Accepted"}

@@ -13,9 +13,9 @@ from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
-from tinkercloud_testing.metrics import metric_value
-from tinkercloud_testing.sessions import a_base_model_manifest, a_session_manifest
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.resources.sessions import a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.serving.metrics import metric_value
 
 CORE, OWN = "/api/v1/namespaces/default", "/apis/tinkercloud.dev/v1alpha1/namespaces/default"
 RAY_CLUSTERS = "/apis/ray.io/v1/namespaces/default/rayclusters"

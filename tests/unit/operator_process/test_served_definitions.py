@@ -17,10 +17,10 @@ from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import ROUTES, Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.memory_api import Connection, Json
-from tinkercloud_testing.metrics import metric_value
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.sessions import a_session_manifest
-from tinkercloud_testing.waiting import reached
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import reached
+from tinkercloud_testing.resources.sessions import a_session_manifest
+from tinkercloud_testing.serving.metrics import metric_value
 
 KUBERAY, OWN = "apis/ray.io/v1", "apis/tinkercloud.dev/v1alpha1"
 SESSION = f"/{OWN}/namespaces/default/trainingsessions/one"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.packages import ROOT, build
+from tinkercloud_testing.harness.packages import ROOT, build
 
 FOLDERS = sorted(path.parent for path in ROOT.glob("*/pyproject.toml"))
 COMMAND = "tinkercloud = tinkercloud_api.entry:main"

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.packages import Environment, an_environment, an_index, build, locked
+from tinkercloud_testing.harness.packages import (
+    Environment,
+    an_environment,
+    an_index,
+    build,
+    locked,
+)
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.charts import ROOT
+from tinkercloud_testing.resources.charts import ROOT
 
 OTHER = "97.98.99"
 OF_OTHERS = {"go.mod", "go.sum"}

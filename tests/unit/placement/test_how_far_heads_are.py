@@ -20,7 +20,7 @@ from tinkercloud_api.providers.local import local_head
 from tinkercloud_api.providers.local.local_head import LocalHead
 from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_api.providers.session_options import SessionOptions
-from tinkercloud_testing.bare_heads import until
+from tinkercloud_testing.serving.bare_heads import until
 
 MODEL = ServedModel("m", 8)
 

@@ -18,7 +18,7 @@ from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol.heads.launch import SamplerSpec
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 PATH = "tinker://s:train:0/sampler_weights/x"
 SAVED_AT = datetime(2026, 1, 2, 3, 4, 5, 678901, UTC)

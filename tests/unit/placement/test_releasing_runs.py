@@ -31,7 +31,7 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.wire.paths import CheckpointPath, evicted_prefix
-from tinkercloud_testing.providers import OneHead
+from tinkercloud_testing.serving.providers import OneHead
 
 SPEC = ModelSpec(owner="me", lora=None).model_dump(mode="json")
 ME = Principal(1, "key", "me", Role.USER)

@@ -26,7 +26,7 @@ from tinkercloud_planning.memory import kv_bytes_per_token, training
 from tinkercloud_planning.plan import ModelPlan, plan
 from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus
 from tinkercloud_planning.search import Demand, divide, micro_batch_tokens
-from tinkercloud_testing.planned_adapters import adapter_parameters
+from tinkercloud_testing.training.planned_adapters import adapter_parameters
 
 pytestmark = pytest.mark.timeout(120)
 

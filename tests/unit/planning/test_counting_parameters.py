@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from tinkercloud_planning.architecture import UnknownArchitecture
 from tinkercloud_planning.families import model_types, read
-from tinkercloud_testing.planned_adapters import adapter_parameters
+from tinkercloud_testing.training.planned_adapters import adapter_parameters
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import find_targets
 

@@ -14,7 +14,8 @@ from tinkercloud_planning.gpus import GIB, UnknownGpus, gpu, parse
 from tinkercloud_planning.memory import sampling, weight_bytes
 from tinkercloud_planning.search import Demand
 from tinkercloud_planning.serving import plan_serving
-from tinkercloud_testing.plan_command import (
+from tinkercloud_testing.resources.sessions import a_build, a_session
+from tinkercloud_testing.serving.plan_command import (
     CONFIGS,
     NO_HUB,
     folder_with,
@@ -22,7 +23,6 @@ from tinkercloud_testing.plan_command import (
     run,
     run_with_hub,
 )
-from tinkercloud_testing.sessions import a_build, a_session
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -32,8 +32,7 @@ from tinkercloud_planning.memory import (
     training,
 )
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.activations import RANK, built, bytes_of, kept
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.models import (
     in_dtype,
     smollm2,
     tiny_deepseek_v2,
@@ -43,7 +42,8 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.training.activations import RANK, built, bytes_of, kept
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -161,7 +161,7 @@ def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
 def kept_with_liger() -> dict[str, float]:
     """Return by name the bytes that a layer keeps for each token with Liger's kernels."""
     done = subprocess.run(
-        [sys.executable, "-m", "tinkercloud_testing.activations"],
+        [sys.executable, "-m", "tinkercloud_testing.training.activations"],
         env={**os.environ, "PYTHONPATH": str(SUPPORT)},
         input=json.dumps(FUSED_SHAPES | UNFUSED_SHAPES | FUSED_MIXTURES),
         capture_output=True,

@@ -13,7 +13,7 @@ from tinkercloud_operator.children import support_objects
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, resolve
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     SAMPLERS,

@@ -21,7 +21,8 @@ from tinkercloud_operator.spec.resolved import Devices
 from tinkercloud_planning import families
 from tinkercloud_planning.gpus import parse
 from tinkercloud_planning.plan import plan as make_plan
-from tinkercloud_testing.plan_command import (
+from tinkercloud_testing.resources.sessions import a_build, a_session
+from tinkercloud_testing.serving.plan_command import (
     CONFIGS,
     NO_HUB,
     folder_with,
@@ -29,7 +30,6 @@ from tinkercloud_testing.plan_command import (
     run,
     run_with_hub,
 )
-from tinkercloud_testing.sessions import a_build, a_session
 
 pytestmark = pytest.mark.timeout(300)
 

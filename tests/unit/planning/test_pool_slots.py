@@ -14,7 +14,7 @@ from tinkercloud_planning import families
 from tinkercloud_planning.gpus import gpu
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.search import Demand
-from tinkercloud_testing.sessions import COLOCATED, SAMPLERS, a_base_model, a_session
+from tinkercloud_testing.resources.sessions import COLOCATED, SAMPLERS, a_base_model, a_session
 
 MODELS = json.loads((Path(__file__).parent / "public_models.json").read_text())
 MODEL, TOKENS, LENGTH = "Qwen/Qwen3-8B", 16384, 8192

@@ -22,7 +22,7 @@ from tinkercloud_planning.gpus import gpu, parse
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import sampling, training
 from tinkercloud_planning.plan import plan
-from tinkercloud_testing.vision_models import tiny_qwen_vl
+from tinkercloud_testing.small_models.vision_models import tiny_qwen_vl
 
 QWEN2_5, QWEN3 = "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct"
 QWEN3_MOE, GEMMA3 = "Qwen/Qwen3-VL-30B-A3B-Instruct", "google/gemma-3-4b-it"

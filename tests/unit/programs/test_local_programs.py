@@ -13,7 +13,7 @@ from tinkercloud_api.config.sections.program_settings import ProgramSettings
 from tinkercloud_api.providers.local.local_programs import LocalPrograms
 from tinkercloud_api.providers.program_runner import ProgramLaunch, ProgramState
 from tinkercloud_protocol.programs.program_messages import ProgramPhase
-from tinkercloud_testing.bare_heads import until
+from tinkercloud_testing.serving.bare_heads import until
 
 DETACHED = """
 import os, pathlib, sys, time

@@ -21,7 +21,7 @@ from tinkercloud_protocol.requests.payloads import decode_forward_backward
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest, parse_sample
 from tinkercloud_protocol.requests.tensors import ForwardBackwardRequest
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.pictures import picture
+from tinkercloud_testing.small_models.pictures import picture
 
 MODEL = "s:train:0"
 PNG, JPEG = picture(30, 20), picture(40, 24, file_format="jpeg")

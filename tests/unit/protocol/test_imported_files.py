@@ -17,10 +17,10 @@ from tinkercloud_protocol.adapters import adapter_fit, peft
 from tinkercloud_protocol.adapters.adapter_file import AdapterFile, is_finite
 from tinkercloud_protocol.adapters.adapter_fit import BaseWeights
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.families import ONE_BY_ONE
-from tinkercloud_testing.models import save as save_model
-from tinkercloud_testing.models import tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.peft_adapters import WEIGHTS, write_adapter
+from tinkercloud_testing.small_models.families import ONE_BY_ONE
+from tinkercloud_testing.small_models.models import save as save_model
+from tinkercloud_testing.small_models.models import tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.training.peft_adapters import WEIGHTS, write_adapter
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 RANK = 2

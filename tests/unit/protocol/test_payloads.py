@@ -25,7 +25,7 @@ from tinkercloud_protocol.requests.tensors import (
     densify,
 )
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_datum, a_request
+from tinkercloud_testing.small_models.data import a_datum, a_request
 
 token_lists = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=20)
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)

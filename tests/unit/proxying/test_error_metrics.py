@@ -12,7 +12,7 @@ from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.providers.head_http_client import HeadUnreachable, open_client
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 
 async def nowhere(_message: MutableMapping[str, Any]) -> None: ...

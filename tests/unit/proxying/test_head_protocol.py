@@ -29,8 +29,8 @@ from tinkercloud_protocol.heads.launch import (
     protocol_refusal,
 )
 from tinkercloud_protocol.heads.releases import Versions, this_release
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head, served
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.served_heads import TOKEN, ServedHead, a_served_head, served
 from tinkercloud_worker.head.serve import reports
 
 KEY = "tml-of-clients-of-two-releases"

@@ -26,11 +26,11 @@ from tinkercloud_protocol.heads.launch import Limits, Timings
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
-from tinkercloud_testing.bare_heads import until
-from tinkercloud_testing.providers import LoadingHead
-from tinkercloud_testing.sdk_clients import SdkClients, sampling_session_of
-from tinkercloud_testing.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.served_heads import TOKEN, a_served_head, served
+from tinkercloud_testing.clients.sdk_clients import SdkClients, sampling_session_of
+from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
+from tinkercloud_testing.serving.bare_heads import until
+from tinkercloud_testing.serving.providers import LoadingHead
+from tinkercloud_testing.serving.served_heads import TOKEN, a_served_head, served
 
 KEY = "tml-of-those-who-wait-for-heads"
 HURRY = 10_000

@@ -13,9 +13,19 @@ import pytest
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.heads.launch import SamplerConfig
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3, tiny_qwen3_moe
-from tinkercloud_testing.recording import Operations
+from tinkercloud_testing.small_models.models import (
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.training.engines import (
+    Engine,
+    a_sampling_request,
+    an_engine,
+    publish_adapter,
+)
+from tinkercloud_testing.training.recording import Operations
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
 from tinkercloud_worker.torch_sampler.decode.captured_steps import Compute, GraphCapturer
 

@@ -14,7 +14,7 @@ from tinkercloud_protocol.wire.ids import (
     SamplingSessionId,
     model_of_sampler,
 )
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head, samplers_of
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head, samplers_of
 
 CURRENT = CURRENT_WEIGHTS + MODEL.index
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.heads.launch import SamplerConfig
-from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.families import (
+from tinkercloud_testing.small_models.families import (
     ONE_BY_ONE,
     ROTARY_SWITCH,
     SCALED,
@@ -22,8 +21,9 @@ from tinkercloud_testing.families import (
     llama4,
     longrope,
 )
-from tinkercloud_testing.models import byte_tokenizer
-from tinkercloud_testing.recording import Operations
+from tinkercloud_testing.small_models.models import byte_tokenizer
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine
+from tinkercloud_testing.training.recording import Operations
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,

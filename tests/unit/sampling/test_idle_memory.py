@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.bare_heads import Head, a_head
+from tinkercloud_testing.serving.bare_heads import Head, a_head
 from tinkercloud_worker.head.serve.idle_memory import IdleMemory
 from tinkercloud_worker.torch_sampler.sampler import TorchSampler
 

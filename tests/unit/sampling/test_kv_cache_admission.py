@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tinkercloud_protocol.heads.launch import SamplerConfig
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, held
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.recording import Operations
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_engine, held
+from tinkercloud_testing.training.recording import Operations
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
 from tinkercloud_worker.torch_sampler.decode.kv_cache import KvShape, LayerKeyValues, SlotCache

@@ -16,8 +16,8 @@ from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import a_sampling_request, an_engine, publish_adapter
-from tinkercloud_testing.models import tiny_deepseek_v3, tiny_llama
+from tinkercloud_testing.small_models.models import tiny_deepseek_v3, tiny_llama
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine, publish_adapter
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,

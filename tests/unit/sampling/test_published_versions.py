@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from tinkercloud_protocol.wire.errors import NotFound
-from tinkercloud_testing.engines import (
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import (
     a_sampling_request,
     an_engine,
     held,
     publish_adapter,
 )
-from tinkercloud_testing.models import tiny_llama
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,

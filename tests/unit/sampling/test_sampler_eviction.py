@@ -13,9 +13,9 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head.sampling import samplers as head_samplers

@@ -11,10 +11,20 @@ import torch
 from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_protocol.requests.tensors import Datum, FloatArray
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_request
-from tinkercloud_testing.engines import Engine, a_sampling_request, an_engine, publish_adapter
-from tinkercloud_testing.models import tiny_deepseek_v3, tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_testing.recording import Operations
+from tinkercloud_testing.small_models.data import a_request
+from tinkercloud_testing.small_models.models import (
+    tiny_deepseek_v3,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+)
+from tinkercloud_testing.training.engines import (
+    Engine,
+    a_sampling_request,
+    an_engine,
+    publish_adapter,
+)
+from tinkercloud_testing.training.recording import Operations
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,

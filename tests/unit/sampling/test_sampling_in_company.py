@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tinkercloud_protocol.heads.launch import SamplerConfig
-from tinkercloud_testing.engines import (
+from tinkercloud_testing.small_models.models import in_dtype, tiny_llama
+from tinkercloud_testing.training.engines import (
     Engine,
     a_sampling_request,
     an_engine,
     held,
     publish_adapter,
 )
-from tinkercloud_testing.models import in_dtype, tiny_llama
-from tinkercloud_testing.recording import Operations
-from tinkercloud_testing.trainers import base_of
+from tinkercloud_testing.training.recording import Operations
+from tinkercloud_testing.training.trainers import base_of
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,

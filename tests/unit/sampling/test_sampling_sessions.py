@@ -15,7 +15,7 @@ from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.errors import Overloaded, ResultGone
 from tinkercloud_protocol.wire.ids import SamplingSessionId
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, SPEC, a_head, a_sample
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, a_head, a_sample
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest

@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.requests.tensors import SampledSequence, TopLogprobs
-from tinkercloud_testing.engines import a_sampling_request
-from tinkercloud_testing.text_tokenizers import OF_BYTES, TEXTS, TOKENIZERS, a_tokenizer, encode
+from tinkercloud_testing.small_models.text_tokenizers import (
+    OF_BYTES,
+    TEXTS,
+    TOKENIZERS,
+    a_tokenizer,
+    encode,
+)
+from tinkercloud_testing.training.engines import a_sampling_request
 from tinkercloud_worker.engine.sampling.growing_text import Decode, decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.sampling.stopping import StopStringSearch, cut_at_stop

@@ -16,9 +16,9 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import NotFound
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId
 from tinkercloud_protocol.wire.paths import evicted_prefix
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, samplers_of, until
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head, samplers_of, until
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots

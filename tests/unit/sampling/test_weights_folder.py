@@ -7,7 +7,7 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.disks import no_files_over
+from tinkercloud_testing.storage.disks import no_files_over
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 

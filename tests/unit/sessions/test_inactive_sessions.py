@@ -32,12 +32,12 @@ from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.catalogs import writing
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.served_heads import TOKEN, served
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.served_heads import TOKEN, served
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.storage.catalogs import writing
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.serve.head_app import HeadApp

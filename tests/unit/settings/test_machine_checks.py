@@ -10,7 +10,7 @@ from aiohttp import web
 from tinkercloud_api.admin import machine_checks
 from tinkercloud_api.admin.machine_checks import Gpus
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 PROBE = {
     "names": ["NVIDIA H200", "NVIDIA H200"],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.engines import a_sampling_request
+from tinkercloud_testing.training.engines import a_sampling_request
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,
     SamplingRequest,

@@ -18,7 +18,7 @@ from tinkercloud_protocol.heads.launch import (
 )
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import byte_tokenizer
+from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerError

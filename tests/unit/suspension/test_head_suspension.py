@@ -13,8 +13,8 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.paths import CheckpointPath
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
-from tinkercloud_testing.dying_store import Death, DyingObstore
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.storage.dying_store import Death, DyingObstore
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore

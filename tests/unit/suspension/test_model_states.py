@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.durable import suspended_models
 from tinkercloud_worker.head.model.model_lifetime import ModelEvent, ModelState

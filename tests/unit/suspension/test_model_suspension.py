@@ -13,9 +13,9 @@ from tinkercloud_protocol.heads.launch import HeldModel, Limits
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import NotFound, StateLost, Unavailable
 from tinkercloud_protocol.wire.ids import ModelId
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head, samplers_of
-from tinkercloud_testing.pictures import picture
-from tinkercloud_testing.served_heads import a_served_head
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head, samplers_of
+from tinkercloud_testing.serving.served_heads import a_served_head
+from tinkercloud_testing.small_models.pictures import picture
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.durable.suspension import Suspension
 

@@ -10,8 +10,8 @@ import pytest
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_protocol.wire.ids import SamplingSessionId
-from tinkercloud_testing.bare_heads import MODEL, SPEC, Head, a_head
-from tinkercloud_testing.served_heads import a_served_head
+from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head
+from tinkercloud_testing.serving.served_heads import a_served_head
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.durable import suspended_models
 from tinkercloud_worker.head.wire.failed_results import Moved

@@ -12,7 +12,7 @@ from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head, train, until
+from tinkercloud_testing.serving.bare_heads import ADAM, MODEL, Head, a_head, train, until
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.run_curves import Curves, RunCurve
 from tinkercloud_worker.head.serve.lease_reports import Reported, curve_changes, curve_lines

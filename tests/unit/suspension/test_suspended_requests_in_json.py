@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.bare_heads import ADAM, MODEL, Head, a_head
+from tinkercloud_testing.serving.bare_heads import ADAM, MODEL, Head, a_head
 from tinkercloud_worker.head.order import requests
 
 BATCH = {

@@ -10,7 +10,7 @@ import pytest
 from tinkercloud_protocol.heads.launch import Limits
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
-from tinkercloud_testing.bare_heads import a_head
+from tinkercloud_testing.serving.bare_heads import a_head
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.inference.client import ServerUnreachable
 

@@ -30,10 +30,10 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_protocol.wire.paths import CheckpointKind
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.providers import OneHead
-from tinkercloud_testing.served_heads import TOKEN, served
+from tinkercloud_testing.serving.providers import OneHead
+from tinkercloud_testing.serving.served_heads import TOKEN, served
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.serve.head_app import HeadApp

@@ -15,9 +15,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.families import SLOTTED
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.families import SLOTTED
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v3,
     tiny_gemma2,
@@ -25,7 +25,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

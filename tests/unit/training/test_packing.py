@@ -24,9 +24,9 @@ from transformers import (
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.families import SIZES
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.families import SIZES
+from tinkercloud_testing.small_models.models import (
     VOCAB_SIZE,
     tiny_gemma2,
     tiny_gpt2,
@@ -35,7 +35,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import ModelLimits, bin_pack, prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel

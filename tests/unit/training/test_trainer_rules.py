@@ -16,8 +16,8 @@ from transformers.modeling_utils import PreTrainedModel
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import a_datum, a_request, random_data
+from tinkercloud_testing.small_models.models import (
     save,
     smollm2,
     tiny_gpt2,
@@ -27,7 +27,13 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import assert_equal, base_of, held_models, moments_of, run
+from tinkercloud_testing.training.trainers import (
+    assert_equal,
+    base_of,
+    held_models,
+    moments_of,
+    run,
+)
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.lora import adapters

@@ -8,8 +8,8 @@ from threading import Lock
 import pytest
 
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.models import save, tiny_llama
 from tinkercloud_testing.sglang.sampling import MODEL
+from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.actors.weight_store import WeightStore, WeightStoreConfig
 from tinkercloud_worker.engine.ranks import Outline

@@ -3,7 +3,7 @@
 import pytest
 
 from tinkercloud_api.config import api_metrics
-from tinkercloud_testing.metrics import metric_value
+from tinkercloud_testing.serving.metrics import metric_value
 
 
 def test_owners_beyond_the_bound_are_counted_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tinkercloud_api.providers.head_lease import hold_lease
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_testing.served_heads import TOKEN, ServedHead, a_served_head
+from tinkercloud_testing.serving.served_heads import TOKEN, ServedHead, a_served_head
 from tinkercloud_worker.engine.turns.usage_counts import Payer, Usage
 from tinkercloud_worker.head.serve.lease_reports import lease_reports
 

@@ -16,7 +16,7 @@ from tinkercloud_protocol.requests.image_limits import ImageLimits
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest
 from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.pictures import picture
+from tinkercloud_testing.small_models.pictures import picture
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, prepare
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampling import sampling_request

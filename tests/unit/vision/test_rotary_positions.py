@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.vision import image_arguments, prompt_of, qwen_image
+from tinkercloud_testing.small_models.families import READS_IMAGES
+from tinkercloud_testing.small_models.vision import image_arguments, prompt_of, qwen_image
 from tinkercloud_worker.vision.spans import rope_positions, rope_shift
 
 MODELS = {name: READS_IMAGES[name]() for name in ("Qwen2.5-VL", "Qwen3-VL")}

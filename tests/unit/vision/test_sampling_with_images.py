@@ -12,9 +12,14 @@ import torch
 
 from tinkercloud_protocol.heads.launch import SamplerConfig
 from tinkercloud_protocol.requests.tensors import Int32Array
-from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.vision import gemma_image, images_of, prompt_of, reference_logits
+from tinkercloud_testing.small_models.families import READS_IMAGES
+from tinkercloud_testing.small_models.vision import (
+    gemma_image,
+    images_of,
+    prompt_of,
+    reference_logits,
+)
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,
     SamplingRequest,

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, gradient_of, held_models
-from tinkercloud_testing.vision import an_example, examples_of, gemma_image, reference_logits
+from tinkercloud_testing.small_models.families import READS_IMAGES
+from tinkercloud_testing.small_models.vision import (
+    an_example,
+    examples_of,
+    gemma_image,
+    reference_logits,
+)
+from tinkercloud_testing.training.peft_twin import PeftTwin
+from tinkercloud_testing.training.trainers import assert_close, gradient_of, held_models
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -20,9 +20,9 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.image_files import ImagePart
 from tinkercloud_protocol.requests.sampling_requests import SampleRequest, SamplingParams
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.families import READS_IMAGES
-from tinkercloud_testing.pictures import encoded
-from tinkercloud_testing.vision import prompt_of, reference_logits
+from tinkercloud_testing.small_models.families import READS_IMAGES
+from tinkercloud_testing.small_models.pictures import encoded
+from tinkercloud_testing.small_models.vision import prompt_of, reference_logits
 from tinkercloud_worker.chat.chat_images import images_of, model_input
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -13,8 +13,8 @@ import pytest
 
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.served_heads import a_served_head
-from tinkercloud_testing.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
+from tinkercloud_testing.serving.served_heads import a_served_head
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.head.order.kept_results import Results

@@ -14,10 +14,10 @@ from obstore.store import ObjectStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_testing import wrong_folders
-from tinkercloud_testing.buckets import Bucket, a_bucket
-from tinkercloud_testing.model_hub import ModelHub, a_model_hub
-from tinkercloud_testing.models import save, tiny_llama
+from tinkercloud_testing.small_models import wrong_folders
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.storage.buckets import Bucket, a_bucket
+from tinkercloud_testing.storage.model_hub import ModelHub, a_model_hub
 from tinkercloud_worker import fetch_model
 
 pytestmark = pytest.mark.timeout(120)

@@ -17,7 +17,13 @@ from tinkercloud_protocol.heads.launch import (
 )
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import EOS_TOKEN_ID, save, tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.small_models.models import (
+    EOS_TOKEN_ID,
+    save,
+    tiny_gpt2,
+    tiny_llama,
+    tiny_qwen3,
+)
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -12,8 +12,8 @@ from tinkercloud_protocol.heads.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.wrong_folders import UP, Fault, lost, prefixed, value
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.small_models.wrong_folders import UP, Fault, lost, prefixed, value
 from tinkercloud_worker.build_sampler import check_model
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 

@@ -10,8 +10,8 @@ import pytest
 
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Timings
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.serve.lifecycle import Lifecycle

@@ -20,10 +20,10 @@ from tinkercloud_protocol.heads.launch import (
 )
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.engines import an_engine
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.served_heads import TOKEN, served
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.serving.served_heads import TOKEN, served
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground, YieldPoint

@@ -11,7 +11,7 @@ from typing import Any
 
 from tinkercloud_testing.cluster.certificates import write_kubeconfig
 from tinkercloud_testing.cluster.programs import binary
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 
 Manifest = Mapping[str, Any]
 FIELD_MANAGER = "tests"

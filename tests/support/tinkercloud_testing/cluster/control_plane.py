@@ -9,7 +9,7 @@ from pathlib import Path
 from tinkercloud_testing.cluster.certificates import Authority, new_key
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import Program, accepts_connections, binary, build_folder
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 SERVICE_RANGE = "10.96.0.0/16"
 KUBERNETES_SERVICE = "10.96.0.1"

@@ -20,7 +20,7 @@ import yaml
 from aiohttp import hdrs, web
 
 from tinkercloud_testing.cluster.certificates import write_kubeconfig
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 Forward = Callable[[], Awaitable[web.StreamResponse]]
 Fault = Callable[[web.BaseRequest, Forward], Awaitable[web.StreamResponse]]

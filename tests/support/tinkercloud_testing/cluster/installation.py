@@ -12,12 +12,12 @@ from typing import Any
 import tinker
 import yaml
 
+from tinkercloud_testing.clients.sdk_clients import SdkClients
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import binary
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release
 from tinkercloud_testing.cluster.volumes import a_volume
-from tinkercloud_testing.sdk_clients import SdkClients
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 RELEASE = "tinkercloud"
 START_SECONDS = 600

@@ -15,7 +15,7 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.cluster.client import KubectlFailed
 from tinkercloud_testing.cluster.installation import START_SECONDS, Installation
 from tinkercloud_testing.cluster.node import head_process
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import Program, accepts_connections, build_folder
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 _NAMESPACE = "kuberay-system"
 _ACCOUNT = "kuberay-operator"

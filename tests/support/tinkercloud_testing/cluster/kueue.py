@@ -15,12 +15,12 @@ from urllib.request import urlopen
 
 import yaml
 
-from tinkercloud_testing.charts import helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.control_plane import ControlPlane, own_address
 from tinkercloud_testing.cluster.programs import Program, build_folder
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.resources.charts import helm
 
 QUEUES_LABEL = "queues"
 """Kueue's webhooks apply to namespaces with this label, of any value."""

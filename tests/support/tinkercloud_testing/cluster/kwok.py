@@ -12,7 +12,7 @@ from typing import Any
 
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import Program, accepts_connections, build_folder
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
 
 _KEY = "kwok.x-k8s.io/node"
 _LABELS = {"type": "kwok"}

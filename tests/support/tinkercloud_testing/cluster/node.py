@@ -40,7 +40,7 @@ from tinkercloud_testing.cluster.programs import (
     locked,
     system_tool,
 )
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 NAME = "real"
 HOST_ADDRESS = node_config.HOST_ADDRESS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tinkercloud_testing.cluster import node_config
 from tinkercloud_testing.cluster.programs import Program, system_tool
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 NODE_RANGE = "10.243.0.0/24"
 """The addresses of all nodes, and of their links."""

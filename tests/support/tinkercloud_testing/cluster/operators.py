@@ -12,10 +12,10 @@ from urllib.request import urlopen
 
 import yaml
 
-from tinkercloud_testing.charts import CHART, helm
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT, Program
-from tinkercloud_testing.ports import free_port
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.resources.charts import CHART, helm
 
 _REST_SECONDS = 3.0
 """Longer than the time for which pod events are batched."""

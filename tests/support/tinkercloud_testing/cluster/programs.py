@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[4]
 BUILDER = ROOT / "tools" / "cluster" / "build.py"

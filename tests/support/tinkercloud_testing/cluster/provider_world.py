@@ -26,11 +26,11 @@ from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, HeadS
 from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.programs import ROOT
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.ports import free_port
-from tinkercloud_testing.postgresql import a_postgresql
-from tinkercloud_testing.servers import Server
-from tinkercloud_testing.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.storage.postgresql import a_postgresql
 
 MODEL = "tiny/llama"
 OWNER = "bootstrap"

@@ -26,7 +26,7 @@ from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
 from tinkercloud_testing.cluster.kwok import KwokNodes
 from tinkercloud_testing.cluster.operators import RunningOperator
 from tinkercloud_testing.cluster.training_sessions import a_base_model, a_session, a_volume
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 PODS_PER_SESSION = 5
 """Head, two trainers, two samplers."""

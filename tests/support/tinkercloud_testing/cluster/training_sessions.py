@@ -6,7 +6,7 @@ from typing import Any
 from tinkercloud_crds import labels
 from tinkercloud_testing.cluster.client import Cluster
 from tinkercloud_testing.cluster.kwok import PLACEMENT
-from tinkercloud_testing.waiting import wait_until
+from tinkercloud_testing.harness.waiting import wait_until
 
 MODEL = "Qwen/Qwen3-8B"
 CHILD_KINDS = "rayclusters,pods,services,secrets,configmaps,networkpolicies,poddisruptionbudgets"

@@ -3,7 +3,14 @@
 from typing import Any
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model
-from tinkercloud_testing.sessions import COLOCATED, ENGINES, EXTERNAL, SAMPLERS, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import (
+    COLOCATED,
+    ENGINES,
+    EXTERNAL,
+    SAMPLERS,
+    TRAINERS,
+    Json,
+)
 
 PLANNING = {"gpu": "H100", "config": "{}"}
 GROUP: Json = {"processGroup": "gloo"}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from tinkercloud_testing.resource_rules.rule import base_model, session
-from tinkercloud_testing.sessions import ENGINES, PROGRAM, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import ENGINES, PROGRAM, TRAINERS, Json
 
 NIC: Json = {"name": "rdma/hca", "count": 1}
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model
-from tinkercloud_testing.sessions import ENGINES, EXTERNAL, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import ENGINES, EXTERNAL, TRAINERS, Json
 
 RDMA = "rdma/hca_shared_devices_a"
 VARIABLES: list[Json] = [{"name": "NCCL_IB_HCA", "value": "=mlx5_0:1"}]

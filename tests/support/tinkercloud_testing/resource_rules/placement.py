@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model
-from tinkercloud_testing.sessions import ENGINES, EXTERNAL, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import ENGINES, EXTERNAL, TRAINERS, Json
 
 ELSEWHERE: Json = {"nodeSelector": {"pool": "cpu"}}
 SHAPES: Mapping[str, Json] = {

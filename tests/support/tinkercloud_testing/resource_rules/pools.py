@@ -1,7 +1,7 @@
 """BaseModels with pools, their clusters, and the sessions on them: cases for each rule."""
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model, session
-from tinkercloud_testing.sessions import PROGRAM, Json
+from tinkercloud_testing.resources.sessions import PROGRAM, Json
 
 POOL: Json = {"role": "Pool", "lora": None}
 SPARE: Json = {"role": "Spare", "lora": None}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from tinkercloud_testing.resource_rules.rule import Rule, base_model, session
-from tinkercloud_testing.sessions import PROGRAM, PROGRAMS, Json
+from tinkercloud_testing.resources.sessions import PROGRAM, PROGRAMS, Json
 
 SOURCE: Json = {"sourceSecret": {"name": "source"}}
 WITHOUT_MODULE: Json = {key: value for key, value in PROGRAM.items() if key != "module"}

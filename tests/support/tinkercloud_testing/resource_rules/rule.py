@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tinkercloud_testing.sessions import Json, a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.resources.sessions import Json, a_base_model_manifest, a_session_manifest
 
 IMMUTABLE = "is immutable; create a new session"
 base_model, session = a_base_model_manifest, a_session_manifest

@@ -1,7 +1,7 @@
 """New TrainingSessions: cases for each rule."""
 
 from tinkercloud_testing.resource_rules.rule import Rule, session
-from tinkercloud_testing.sessions import Json
+from tinkercloud_testing.resources.sessions import Json
 
 ATTENTION, MLP, UNEMBED = "trainAttention", "trainMlp", "trainUnembed"
 RESTORED = {"path": "tinker://run:train:0/weights/last"}

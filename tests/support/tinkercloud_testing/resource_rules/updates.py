@@ -6,7 +6,7 @@ from typing import Any
 
 from tinkercloud_testing.resource_rules.rule import IMMUTABLE, Rule, base_model, session
 from tinkercloud_testing.resource_rules.sessions import SAMPLER
-from tinkercloud_testing.sessions import MODEL_NAME, TRAINERS, Json
+from tinkercloud_testing.resources.sessions import MODEL_NAME, TRAINERS, Json
 
 BASE_MODEL_CHANGES: Mapping[str, Json] = {
     "context": {"maxContextLength": 8192},

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.engines import Engine, an_engine
 from tinkercloud_testing.sglang.generation import generated
 from tinkercloud_testing.sglang.server import Ended, EngineRanks, SglangServer
 from tinkercloud_testing.sglang.source import Json, Reply, flushing, read_tensors, routes
+from tinkercloud_testing.training.engines import Engine, an_engine
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import from_files

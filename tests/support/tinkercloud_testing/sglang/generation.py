@@ -18,8 +18,6 @@ from tinkercloud_protocol.requests.tensors import (
     SampledSequence,
     TopLogprobs,
 )
-from tinkercloud_testing.engines import Engine
-from tinkercloud_testing.models import EOS_TOKEN_ID, byte_tokenizer
 from tinkercloud_testing.sglang.source import (
     File,
     Json,
@@ -29,6 +27,8 @@ from tinkercloud_testing.sglang.source import (
     numbers,
     run,
 )
+from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_testing.training.engines import Engine
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     UNCHANGED,
     LogitChanges,

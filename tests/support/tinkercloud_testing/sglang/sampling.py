@@ -17,9 +17,9 @@ from tinkercloud_protocol.heads.launch import (
     SamplerConfig,
 )
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.engines import Engine, a_sampling_request
-from tinkercloud_testing.models import byte_tokenizer
 from tinkercloud_testing.sglang.engine import FakeSglang
+from tinkercloud_testing.small_models.models import byte_tokenizer
+from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsSnapshot

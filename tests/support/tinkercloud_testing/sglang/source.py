@@ -39,7 +39,7 @@ from typing import Any, Generic, Literal, Optional, TypeVar, Union
 import torch
 from pydantic import BaseModel, ConfigDict, create_model
 
-from tinkercloud_testing.inference import cache_folder
+from tinkercloud_testing.ranks.inference import cache_folder
 
 Json = dict[str, Any]
 SGLANG = "0.5.23"

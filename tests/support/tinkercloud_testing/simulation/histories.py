@@ -16,7 +16,7 @@ from random import Random
 
 import structlog
 
-from tinkercloud_testing.sessions import TRAINERS, a_base_model_manifest
+from tinkercloud_testing.resources.sessions import TRAINERS, a_base_model_manifest
 from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.checks import leftovers, violations
 from tinkercloud_testing.simulation.events import EVENTS, STARTS

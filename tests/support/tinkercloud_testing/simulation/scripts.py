@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.sessions import TRAINERS, a_base_model_manifest
+from tinkercloud_testing.resources.sessions import TRAINERS, a_base_model_manifest
 from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.checks import violations
 from tinkercloud_testing.simulation.clients import Client, Run

@@ -9,8 +9,8 @@ from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_operator.decide.read.parsing import pod, slim
 from tinkercloud_operator.decide.session.lifetime import decide
 from tinkercloud_operator.spec.observed import Pod
-from tinkercloud_testing.session_world import a_world
-from tinkercloud_testing.sessions import Json, a_pod, changed, observed
+from tinkercloud_testing.resources.session_world import a_world
+from tinkercloud_testing.resources.sessions import Json, a_pod, changed, observed
 
 CORDONED = {"node-0": frozenset({CORDON})}
 

@@ -14,8 +14,8 @@ from tinkercloud_operator.decide.pods.deadlines import (
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.observed import Observed
-from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
-from tinkercloud_testing.sessions import NOON, Json, a_pod, a_session, observed
+from tinkercloud_testing.resources.session_world import RAY_CLUSTER, SETTINGS
+from tinkercloud_testing.resources.sessions import NOON, Json, a_pod, a_session, observed
 
 MADE: Json = {"creationTimestamp": timestamp(NOON)}
 DELETED: Json = {"deletionTimestamp": timestamp(NOON)}

@@ -8,8 +8,21 @@ from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.read.parsing import blocking_taints, pod, slim
 from tinkercloud_operator.decide.session.lifetime import decide
 from tinkercloud_operator.spec.observed import ChildKey, Pod
-from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS, SPOT_NOTICE, World, a_world
-from tinkercloud_testing.sessions import NOON, TRAINERS, Json, a_base_model, a_pod, observed
+from tinkercloud_testing.resources.session_world import (
+    RAY_CLUSTER,
+    SETTINGS,
+    SPOT_NOTICE,
+    World,
+    a_world,
+)
+from tinkercloud_testing.resources.sessions import (
+    NOON,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_pod,
+    observed,
+)
 
 BUDGET = ChildKey("PodDisruptionBudget", "one")
 LOOK = "the operator reconciles"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tinkercloud_operator.decide.pods.drift import is_up_to_date
 from tinkercloud_operator.decide.session.reconcile import children
-from tinkercloud_testing.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_build
+from tinkercloud_testing.resources.sessions import SAMPLERS, TRAINERS, Json, a_base_model, a_build
 
 keys = st.text("abc", min_size=1, max_size=3)
 leaves = st.text(max_size=3) | st.integers() | st.booleans()

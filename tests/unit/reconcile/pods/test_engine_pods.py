@@ -26,7 +26,7 @@ from tinkercloud_operator.spec.resolved import (
     check_pod_groups,
     resolve,
 )
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     ENGINES,
     TRAINERS,
     Json,

@@ -6,7 +6,14 @@ import pytest
 
 from tinkercloud_operator.decide.pods.node_fit import never_fits, no_matching_node
 from tinkercloud_operator.spec.observed import Node
-from tinkercloud_testing.sessions import GPU_TAINT, TRAINERS, Json, a_base_model, a_build, a_node
+from tinkercloud_testing.resources.sessions import (
+    GPU_TAINT,
+    TRAINERS,
+    Json,
+    a_base_model,
+    a_build,
+    a_node,
+)
 
 CORDONED = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 STARTING = {

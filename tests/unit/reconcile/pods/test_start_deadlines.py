@@ -4,8 +4,8 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.spec.observed import PodProblem
-from tinkercloud_testing.session_world import RAY_CLUSTER, World
-from tinkercloud_testing.sessions import a_base_model
+from tinkercloud_testing.resources.session_world import RAY_CLUSTER, World
+from tinkercloud_testing.resources.sessions import a_base_model
 
 HOUR = 3600
 

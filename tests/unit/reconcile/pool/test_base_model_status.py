@@ -11,7 +11,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide.pool.base_model_status import base_model_status
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.spec.resolved import Rejection, resolve
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     NOON,
     TRAINERS,
     Json,

@@ -16,7 +16,11 @@ from tinkercloud_operator.decide.pool.pool_moves import MAX_MOVES
 from tinkercloud_operator.decide.pool.pool_plan import plan_pool, pool_status
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.heads.launch import HeadStatus
-from tinkercloud_testing.sessions import MODEL_NAME, a_base_model_manifest, a_session_manifest
+from tinkercloud_testing.resources.sessions import (
+    MODEL_NAME,
+    a_base_model_manifest,
+    a_session_manifest,
+)
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 RANK_BYTES = 1000

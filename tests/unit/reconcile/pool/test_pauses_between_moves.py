@@ -5,7 +5,7 @@ from typing import Any
 
 from tinkercloud_operator.decide.pool.pool_facts import pool_facts
 from tinkercloud_operator.spec.observed import FailedSave
-from tinkercloud_testing.sessions import MODEL_NAME, a_session_manifest
+from tinkercloud_testing.resources.sessions import MODEL_NAME, a_session_manifest
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

@@ -10,7 +10,7 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import ChildKey, Node, Pod, PodProblem
 from tinkercloud_operator.spec.quantities import parse_quantity
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     GPU_TAINT,
     TRAINERS,
     Json,

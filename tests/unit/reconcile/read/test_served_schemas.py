@@ -10,9 +10,9 @@ from tinkercloud_crds.generate import KINDS, definition
 from tinkercloud_crds.served_schemas import declared, kuberay_gap, own_gap, schema_of
 from tinkercloud_operator.decide.session.actions import Apply
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_testing.session_conditions import is_true
-from tinkercloud_testing.session_world import SETTINGS, a_world
-from tinkercloud_testing.sessions import observed
+from tinkercloud_testing.resources.session_conditions import is_true
+from tinkercloud_testing.resources.session_world import SETTINGS, a_world
+from tinkercloud_testing.resources.sessions import observed
 
 Json = dict[str, Any]
 TEXT: Json = {"type": "string"}

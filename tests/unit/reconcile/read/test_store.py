@@ -11,7 +11,7 @@ from tinkercloud_crds.conditions import timestamp
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.observed import ChildKey
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.sessions import (
     NOON,
     Json,
     a_base_model,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tinkercloud_operator.decide.session.actions import Plan
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_testing.session_conditions import reached
-from tinkercloud_testing.session_world import (
+from tinkercloud_testing.resources.session_conditions import reached
+from tinkercloud_testing.resources.session_world import (
     EVENTS,
     OFFERS,
     RAY_CLUSTER,

@@ -4,8 +4,8 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide.session.actions import SaveRequest
-from tinkercloud_testing.session_conditions import is_true
-from tinkercloud_testing.session_world import (
+from tinkercloud_testing.resources.session_conditions import is_true
+from tinkercloud_testing.resources.session_world import (
     HEAD_SERVICE,
     RAY_CLUSTER,
     SETTINGS,
@@ -13,7 +13,7 @@ from tinkercloud_testing.session_world import (
     World,
     a_world,
 )
-from tinkercloud_testing.sessions import a_base_model
+from tinkercloud_testing.resources.sessions import a_base_model
 
 HOUR = 3600
 STOPS = ["its owner suspends it", "half an hour passes", "a node is cordoned"]

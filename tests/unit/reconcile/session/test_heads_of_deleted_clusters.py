@@ -12,8 +12,8 @@ from tinkercloud_operator.decide.session.actions import Apply, Plan
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.observed import Observed, Pod
-from tinkercloud_testing.session_world import SETTINGS, a_world
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.session_world import SETTINGS, a_world
+from tinkercloud_testing.resources.sessions import (
     NOON,
     TRAINERS,
     Json,

@@ -11,8 +11,14 @@ from tinkercloud_operator.decide.session.actions import Apply, Plan
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import ChildKey
-from tinkercloud_testing.session_world import OFFERS, RAY_CLUSTER, SETTINGS, World, a_world
-from tinkercloud_testing.sessions import TRAINERS, Json, a_base_model, a_pod, observed
+from tinkercloud_testing.resources.session_world import (
+    OFFERS,
+    RAY_CLUSTER,
+    SETTINGS,
+    World,
+    a_world,
+)
+from tinkercloud_testing.resources.sessions import TRAINERS, Json, a_base_model, a_pod, observed
 
 
 def queued_cluster(**spec: Any) -> Mapping[ChildKey, Json]:

@@ -10,7 +10,7 @@ from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, decide, last_use
 from tinkercloud_operator.spec.observed import Observed
-from tinkercloud_testing.sessions import NOON, a_pod, a_session, a_status, observed
+from tinkercloud_testing.resources.sessions import NOON, a_pod, a_session, a_status, observed
 
 HOUR = Idle(timeout_seconds=3600)
 DELETED_AFTER_AN_HOUR = Idle(timeout_seconds=3600, action="Delete")

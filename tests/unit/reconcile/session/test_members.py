@@ -18,8 +18,8 @@ from tinkercloud_operator.decide.session.actions import (
 )
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.observed import Observed, PoolCluster
-from tinkercloud_testing.session_world import SETTINGS, World
-from tinkercloud_testing.sessions import NOON, a_base_model, a_session, changed, observed
+from tinkercloud_testing.resources.session_world import SETTINGS, World
+from tinkercloud_testing.resources.sessions import NOON, a_base_model, a_session, changed, observed
 
 SHARED = a_base_model(sharing="Shared")
 RUN = a_session(sharing="Shared", modelId="one:train:0")

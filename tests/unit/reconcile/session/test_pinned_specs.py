@@ -10,7 +10,7 @@ from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_operator.decide.session.actions import Action, Apply
 from tinkercloud_operator.decide.session.reconcile import reconcile
-from tinkercloud_testing.session_world import (
+from tinkercloud_testing.resources.session_world import (
     OFFERS,
     RAY_CLUSTER,
     SETTINGS,
@@ -18,7 +18,13 @@ from tinkercloud_testing.session_world import (
     a_world,
     ranks_in_pods,
 )
-from tinkercloud_testing.sessions import COLOCATED, SAMPLERS, TRAINERS, a_base_model, a_session
+from tinkercloud_testing.resources.sessions import (
+    COLOCATED,
+    SAMPLERS,
+    TRAINERS,
+    a_base_model,
+    a_session,
+)
 
 CONFIG = """{"model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24,
  "vocab_size": 151936, "num_attention_heads": 14, "num_key_value_heads": 2,

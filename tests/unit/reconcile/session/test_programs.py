@@ -11,8 +11,8 @@ from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.observed import ChildKey
-from tinkercloud_testing.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.session_world import JOB, RAY_CLUSTER, SETTINGS, World, a_world
+from tinkercloud_testing.resources.sessions import (
     PROGRAM,
     Json,
     a_base_model,

@@ -21,8 +21,8 @@ from tinkercloud_operator.spec.resolved import (
     resolve,
 )
 from tinkercloud_testing.resource_rules.base_models import BASE_MODEL_RULES
-from tinkercloud_testing.session_world import any_apply
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.session_world import any_apply
+from tinkercloud_testing.resources.sessions import (
     COLOCATED,
     ENGINES,
     SAMPLERS,

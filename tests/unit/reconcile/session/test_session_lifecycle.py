@@ -17,9 +17,14 @@ from tinkercloud_operator.decide.session.actions import (
 )
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.spec.observed import ChildKey, PodProblem
-from tinkercloud_testing.session_conditions import is_true
-from tinkercloud_testing.session_world import ENOUGH_ROUNDS, RAY_CLUSTER, SETTINGS, a_world
-from tinkercloud_testing.sessions import a_session, a_status, changed, observed
+from tinkercloud_testing.resources.session_conditions import is_true
+from tinkercloud_testing.resources.session_world import (
+    ENOUGH_ROUNDS,
+    RAY_CLUSTER,
+    SETTINGS,
+    a_world,
+)
+from tinkercloud_testing.resources.sessions import a_session, a_status, changed, observed
 
 
 @pytest.mark.parametrize("head", ["the head stops responding", "the store is away"])

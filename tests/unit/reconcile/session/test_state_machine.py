@@ -7,7 +7,7 @@ import pytest
 
 from tinkercloud_crds.conditions import ConditionType, find
 from tinkercloud_operator.decide.session import lifetime
-from tinkercloud_testing.session_world import RAY_CLUSTER, World, a_world
+from tinkercloud_testing.resources.session_world import RAY_CLUSTER, World, a_world
 
 PAGE = Path(__file__).parents[4] / "docs" / "understand" / "suspend-and-resume.md"
 _SEPARATOR = re.compile(r"[-\s]+")

@@ -9,8 +9,8 @@ from tinkercloud_crds.quota_fields import Amounts
 from tinkercloud_operator.decide.pool.spare_facts import is_short
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.quota_claims import claimant
-from tinkercloud_testing.session_world import RAY_CLUSTER, SETTINGS
-from tinkercloud_testing.sessions import Json, a_base_model, a_session_manifest, observed
+from tinkercloud_testing.resources.session_world import RAY_CLUSTER, SETTINGS
+from tinkercloud_testing.resources.sessions import Json, a_base_model, a_session_manifest, observed
 
 USED_UP = (
     'pods "one-head" is forbidden: exceeded quota: team, requested: requests.nvidia.com/gpu=4,'

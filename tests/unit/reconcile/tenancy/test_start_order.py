@@ -12,8 +12,8 @@ from tinkercloud_crds.conditions import ConditionType
 from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.device_claims import claim, compete
 from tinkercloud_operator.run.cluster.resource_store import Watched
-from tinkercloud_testing.session_world import SETTINGS, a_world
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.session_world import SETTINGS, a_world
+from tinkercloud_testing.resources.sessions import (
     ENGINES,
     MODEL_NAME,
     TRAINERS,

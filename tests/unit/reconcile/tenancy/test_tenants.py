@@ -18,8 +18,8 @@ from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import ResolvedSpec, resolve
-from tinkercloud_testing.session_world import SETTINGS
-from tinkercloud_testing.sessions import (
+from tinkercloud_testing.resources.session_world import SETTINGS
+from tinkercloud_testing.resources.sessions import (
     ENGINES,
     NOON,
     TRAINERS,

@@ -21,11 +21,11 @@ from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_CONFIG, ADAPT
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.families import SLOTTED
-from tinkercloud_testing.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.trainers import assert_close, base_of, held_models, run
+from tinkercloud_testing.small_models.data import a_datum, a_request, random_data
+from tinkercloud_testing.small_models.families import SLOTTED
+from tinkercloud_testing.small_models.models import in_dtype, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine
+from tinkercloud_testing.training.trainers import assert_close, base_of, held_models, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules

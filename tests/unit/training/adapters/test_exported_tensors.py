@@ -13,8 +13,8 @@ from tinkercloud_protocol.heads.launch import (
     SamplerConfig,
     TrainerConfig,
 )
-from tinkercloud_testing.leaving import taken_by_what_leaves
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.leaving import taken_by_what_leaves
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.heads.launch import BaseModelSource
-from tinkercloud_testing.models import save, tiny_gpt2, tiny_llama, tiny_qwen3_moe
+from tinkercloud_testing.small_models.models import save, tiny_gpt2, tiny_llama, tiny_qwen3_moe
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.training import external_weights
 

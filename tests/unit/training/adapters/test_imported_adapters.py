@@ -24,10 +24,10 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 )
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_datum
-from tinkercloud_testing.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.small_models.data import a_datum
+from tinkercloud_testing.small_models.models import save, tiny_llama, tiny_mixtral, tiny_qwen3_moe
+from tinkercloud_testing.training.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
 from tinkercloud_worker.lora import adapters

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import HunYuanMoEV1Config, JambaConfig, JetMoeConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.small_models.models import tiny_llama
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     backbone_and_lm_head,

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.families import ONE_BY_ONE, SIZES
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.families import ONE_BY_ONE, SIZES
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import counting_every_token, random_data
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import counting_every_token, random_data
+from tinkercloud_testing.small_models.models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
     tiny_gpt2,
@@ -20,8 +20,13 @@ from tinkercloud_testing.models import (
     tiny_qwen2,
     tiny_qwen3,
 )
-from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import assert_close, changing_hyperparameters, held_models, run
+from tinkercloud_testing.training.peft_twin import PeftTwin
+from tinkercloud_testing.training.trainers import (
+    assert_close,
+    changing_hyperparameters,
+    held_models,
+    run,
+)
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 

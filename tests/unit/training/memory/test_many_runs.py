@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingPass

@@ -6,7 +6,7 @@ import pytest
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_testing.models import tiny_llama
+from tinkercloud_testing.small_models.models import tiny_llama
 from tinkercloud_worker.device.memory import available_bytes
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -13,9 +13,15 @@ import torch
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, Limits
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import assert_equal, gradient_of, held_models, moments_of, run
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import (
+    assert_equal,
+    gradient_of,
+    held_models,
+    moments_of,
+    run,
+)
 from tinkercloud_worker.build_trainer import build_trainer
 from tinkercloud_worker.device.memory import part_of
 from tinkercloud_worker.engine.batch import prepare

@@ -8,9 +8,9 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.device.accelerator import peak_meter
 from tinkercloud_worker.device.pass_memory import HostPeak, PassMemory
 from tinkercloud_worker.engine.batch import prepare

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import assert_equal, held_models, moments_of, run
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import assert_equal, held_models, moments_of, run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.tensor_file import Growing
 from tinkercloud_worker.engine.trainer import OptimizerStep, TrainingState

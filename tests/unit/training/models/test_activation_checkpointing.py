@@ -7,9 +7,9 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama, tiny_qwen3
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import tiny_gpt2, tiny_llama, tiny_qwen3
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tinkercloud_testing.devices import trained_and_sampled
+from tinkercloud_testing.training.devices import trained_and_sampled
 
 
 @pytest.mark.slow

@@ -12,10 +12,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_testing.bare_heads import a_head
-from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.models import tiny_deepseek_v3, tiny_llama, tiny_mixtral, tiny_qwen3_moe
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.serving.bare_heads import a_head
+from tinkercloud_testing.small_models.data import a_datum, a_request, random_data
+from tinkercloud_testing.small_models.models import (
+    tiny_deepseek_v3,
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.expert_load import TokenCounts, balance_metrics
 from tinkercloud_worker.engine.trainer import TrainingPass

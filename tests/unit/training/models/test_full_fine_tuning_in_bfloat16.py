@@ -11,11 +11,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_datum, a_request, random_data
-from tinkercloud_testing.engines import a_sampling_request, an_engine
-from tinkercloud_testing.families import SLOTTED
-from tinkercloud_testing.lookups import gradient_of_lookups
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import a_datum, a_request, random_data
+from tinkercloud_testing.small_models.families import SLOTTED
+from tinkercloud_testing.small_models.models import (
     in_dtype,
     save,
     tiny_gemma2,
@@ -24,7 +22,9 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import base_of, gradient_of, run
+from tinkercloud_testing.training.engines import a_sampling_request, an_engine
+from tinkercloud_testing.training.lookups import gradient_of_lookups
+from tinkercloud_testing.training.trainers import base_of, gradient_of, run
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import WeightsSnapshot
 from tinkercloud_worker.model.base_model import TorchBaseModel

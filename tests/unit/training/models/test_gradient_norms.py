@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.lora.parameters import TensorLayout, TensorSpec, Trainable, norm_of
 from tinkercloud_worker.training.no_trainer import NoTrainer

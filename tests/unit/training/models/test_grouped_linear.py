@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.models import in_dtype, tiny_qwen3_moe
-from tinkercloud_testing.trainers import gradient_of, run
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.models import in_dtype, tiny_qwen3_moe
+from tinkercloud_testing.training.trainers import gradient_of, run
 from tinkercloud_worker.lora import experts
 from tinkercloud_worker.lora.experts import grouped_linear
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tinkercloud_api.providers.model_arguments import resolve
 from tinkercloud_protocol.adapters.context_length import context_length
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.models import save
-from tinkercloud_testing.vision import an_example
+from tinkercloud_testing.small_models.models import save
+from tinkercloud_testing.small_models.vision import an_example
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,

@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.chat import a_chat_model
-from tinkercloud_testing.models import tiny_gpt2, tiny_llama
-from tinkercloud_testing.peft_adapters import logprobs, logprobs_of, write_adapter
+from tinkercloud_testing.small_models.chat import a_chat_model
+from tinkercloud_testing.small_models.models import tiny_gpt2, tiny_llama
+from tinkercloud_testing.training.peft_adapters import logprobs, logprobs_of, write_adapter
 from tinkercloud_worker.merge import CannotMergeError, _warn, merge
 
 TOKENS = [5, 6, 7, 8, 9]

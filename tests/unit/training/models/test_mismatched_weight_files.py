@@ -10,8 +10,14 @@ import torch
 from safetensors.torch import save_file
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.families import ONE_BY_ONE, SCALED, SLOTTED, VISION_LANGUAGE, llama4
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.families import (
+    ONE_BY_ONE,
+    SCALED,
+    SLOTTED,
+    VISION_LANGUAGE,
+    llama4,
+)
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v3,
     tiny_gpt2,
@@ -20,8 +26,8 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.quantizing import quantize
-from tinkercloud_testing.wrong_folders import (
+from tinkercloud_testing.small_models.quantizing import quantize
+from tinkercloud_testing.small_models.wrong_folders import (
     FILE,
     SHARDS,
     UP,

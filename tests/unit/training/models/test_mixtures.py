@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import (
     in_dtype,
     save,
     tiny_deepseek_v2,
@@ -22,7 +22,7 @@ from tinkercloud_testing.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.trainers import assert_equal
+from tinkercloud_testing.training.trainers import assert_equal
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.model.architecture import as_in_files, from_files
 from tinkercloud_worker.model.base_model import TorchBaseModel

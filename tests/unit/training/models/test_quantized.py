@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.models import (
+from tinkercloud_testing.small_models.models import (
     save,
     tiny_deepseek_v3,
     tiny_llama,
     tiny_qwen3_moe,
 )
-from tinkercloud_testing.quantizing import quantize
+from tinkercloud_testing.small_models.quantizing import quantize
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.loading import load_pretrained

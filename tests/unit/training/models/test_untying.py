@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_testing.models import save, tiny_gemma2, tiny_gpt2, tiny_llama
+from tinkercloud_testing.small_models.models import save, tiny_gemma2, tiny_gpt2, tiny_llama
 from tinkercloud_worker.untie import CannotUntieError, main, untie
 
 IDS = torch.tensor([[5, 6, 7, 8]])

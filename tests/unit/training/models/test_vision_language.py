@@ -10,11 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
-from tinkercloud_testing.data import random_data
-from tinkercloud_testing.families import SCALED, VISION_LANGUAGE, llama4
-from tinkercloud_testing.models import save, tiny_llama
-from tinkercloud_testing.peft_twin import PeftTwin
-from tinkercloud_testing.trainers import run
+from tinkercloud_testing.small_models.data import random_data
+from tinkercloud_testing.small_models.families import SCALED, VISION_LANGUAGE, llama4
+from tinkercloud_testing.small_models.models import save, tiny_llama
+from tinkercloud_testing.training.peft_twin import PeftTwin
+from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.model.architecture import UnsupportedModelError, read_architecture
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -11,10 +11,10 @@ from torch import Tensor
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum, ForwardBackwardRequest
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.data import a_request
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import assert_close, gradient_of
-from tinkercloud_testing.uploaded_losses import processes, uploaded
+from tinkercloud_testing.small_models.data import a_request
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import assert_close, gradient_of
+from tinkercloud_testing.training.uploaded_losses import processes, uploaded
 from tinkercloud_worker.custom_losses import uploaded as uploaded_loss
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss
 from tinkercloud_worker.engine import custom_passes

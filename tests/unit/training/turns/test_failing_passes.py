@@ -8,9 +8,9 @@ import torch
 from typing_extensions import override
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, random_data
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import held_models, together
+from tinkercloud_testing.small_models.data import a_request, random_data
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import held_models, together
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass

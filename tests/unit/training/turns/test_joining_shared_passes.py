@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_testing.data import a_request, random_data
+from tinkercloud_testing.small_models.data import a_request, random_data
 from tinkercloud_worker.actors import shared_passes
 from tinkercloud_worker.actors.shared_passes import RankedPasses, divided, most_tokens
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, padded_lengths, prepare

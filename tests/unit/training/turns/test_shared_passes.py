@@ -8,9 +8,14 @@ import torch
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_testing.data import a_request, counting_every_token, random_data
-from tinkercloud_testing.models import in_dtype, tiny_gemma2, tiny_llama, tiny_qwen3_moe
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.small_models.data import a_request, counting_every_token, random_data
+from tinkercloud_testing.small_models.models import (
+    in_dtype,
+    tiny_gemma2,
+    tiny_llama,
+    tiny_qwen3_moe,
+)
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import TrainingPass
 from tinkercloud_worker.model.base_model import TorchBaseModel

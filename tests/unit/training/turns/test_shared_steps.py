@@ -9,8 +9,8 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_testing.models import tiny_llama
-from tinkercloud_testing.trainers import held_models
+from tinkercloud_testing.small_models.models import tiny_llama
+from tinkercloud_testing.training.trainers import held_models
 from tinkercloud_worker.engine.trainer import OptimizerStep
 from tinkercloud_worker.engine.turns.engine_thread import (
     Batcher,

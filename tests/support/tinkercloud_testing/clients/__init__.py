@@ -1,0 +1,1 @@
+"""Clients that tests use: the SDK, browsers, plain HTTP."""

@@ -1,0 +1,1 @@
+"""What tests of any kind need: waiting, clocks, ports, built packages."""

@@ -1,0 +1,1 @@
+"""Trainers on several ranks."""

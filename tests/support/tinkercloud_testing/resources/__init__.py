@@ -1,0 +1,1 @@
+"""Custom resources of tests, and what must hold for them."""

@@ -1,0 +1,1 @@
+"""Servers and session heads that tests start."""

@@ -1,0 +1,1 @@
+"""Small models, with their tokenizers, templates, images and data."""

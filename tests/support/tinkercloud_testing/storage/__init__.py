@@ -1,0 +1,1 @@
+"""Stores, catalogs and hubs, and how they fail."""

@@ -1,0 +1,1 @@
+"""Trainers and adapters in tests, and what they are compared with."""
