@@ -26,7 +26,7 @@ from tinkercloud_testing.small_models.models import save, smollm2, tiny_llama
 
 MODEL = "benchmark/model"
 WARM_MINUTES = 3
-IDLE_SECONDS = 90
+IDLE_SECONDS = 180
 MIB = 1 << 20
 
 
