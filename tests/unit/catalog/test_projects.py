@@ -189,7 +189,7 @@ async def test_a_project_keeps_an_admin_even_if_two_leave_at_once(catalog: Catal
         await catalog.remove_member("p", admin)
 
 
-async def log_in(catalog: Catalog, name: str, *groups: str) -> None:
+async def log_in(catalog: Catalog, name: str, *groups: str, days: float = 1) -> None:
     await catalog.log_in(
         Login(
             subject=f"issuer|{name}",
@@ -199,7 +199,7 @@ async def log_in(catalog: Catalog, name: str, *groups: str) -> None:
             groups=frozenset(groups),
             key_name=LoginKey.SHOWN,
             key_hash=new_key(),
-            expires_at=now() + timedelta(days=1),
+            expires_at=now() + timedelta(days=days),
         )
     )
 
@@ -218,6 +218,8 @@ async def test_an_owner_has_the_most_rights_of_itself_and_its_groups(catalog: Ca
     assert {row.id for row in await catalog.projects("bob", PAGE)} == {"p", "q"}
     await log_in(catalog, "bob", "b")
     assert await catalog.memberships("bob") == {"p": "viewer", "q": "admin"}
+    await log_in(catalog, "bob", "b", days=-1)
+    assert await catalog.memberships("bob") == {"p": "viewer"}
     await log_in(catalog, "bob")
     assert await catalog.memberships("bob") == {"p": "viewer"}
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tinkercloud_api.access.auth import Principal, ProjectRole
+from tinkercloud_api.catalog.access.project_rows import GROUP
 from tinkercloud_api.catalog.schema.tables import Project, Session
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound
@@ -131,7 +132,7 @@ class Projects:
             Forbidden: the caller is not an admin of it, and the member is another one.
             InvalidRequest: there would be no admin.
         """
-        if owner == caller.owner:
+        if owner == caller.owner and not owner.startswith(GROUP):
             await self.require(project_id, caller)
         else:
             await self.require_admin(project_id, caller)

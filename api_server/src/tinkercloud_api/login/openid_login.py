@@ -28,6 +28,7 @@ from starlette.responses import RedirectResponse
 
 from tinkercloud_api.access.auth import hash_key, least, new_key
 from tinkercloud_api.access.roles import Role
+from tinkercloud_api.catalog.access.project_rows import GROUP
 from tinkercloud_api.catalog.access.user_rows import Login, LoginKey
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
@@ -109,6 +110,8 @@ def identify(claims: Mapping[str, Any], settings: OidcSettings) -> Identity:
             f"the ID token has no usable claim {claim!r}, which names the owner of the keys"
             " (oidc.owner_claim)"
         ) from None
+    if name.startswith(GROUP):
+        raise Forbidden(f"the owner {name!r} (claim {claim!r}) has the name of a group")
     if claim == "email" and claims.get("email_verified") is not True:
         raise Forbidden(f"the provider has not verified the address {name!r} (email_verified)")
     ranked = [Role(settings.roles[group]) for group in groups & settings.roles.keys()]

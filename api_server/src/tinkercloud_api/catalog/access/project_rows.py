@@ -204,7 +204,7 @@ class ProjectStatements(Statements):
 
 def _is_member(owner: str) -> ColumnElement[bool]:
     """Return the condition for members that an owner is, alone or with a group."""
-    groups = select(UserGroup.member).where(UserGroup.owner == owner)
+    groups = select(UserGroup.member).where(UserGroup.owner == owner, UserGroup.ends_at > now())
     is_group = ProjectMember.owner.in_(groups)
     # A key of an owner with the name of a group has none of its rights.
     return is_group if owner.startswith(GROUP) else or_(ProjectMember.owner == owner, is_group)

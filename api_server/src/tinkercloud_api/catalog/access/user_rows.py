@@ -61,7 +61,8 @@ MAX_LOGIN_KEYS = 10
 """Valid keys of one owner under each name of `LoginKey`. The oldest ends when there is one more."""
 
 
-_IS_OWNER = ~ProjectMember.owner.startswith(GROUP)
+# SQLite would ignore case in a LIKE.
+_IS_OWNER = func.substr(ProjectMember.owner, 1, len(GROUP)) != GROUP
 """Whether a member is an owner, and no group."""
 
 
@@ -108,7 +109,10 @@ class UserStatements(Statements):
             )
             db.add(row)
             await db.execute(delete(UserGroup).where(UserGroup.owner == owner))
-            db.add_all(UserGroup(owner=owner, member=GROUP + name) for name in login.groups)
+            db.add_all(
+                UserGroup(owner=owner, member=GROUP + name, ends_at=login.expires_at)
+                for name in login.groups
+            )
             await db.flush()
             earlier = select(ApiKey).where(
                 ApiKey.owner == owner,

@@ -156,6 +156,8 @@ class UserGroup(Table):
     owner: Mapped[str] = mapped_column(primary_key=True)
     member: Mapped[str] = mapped_column(primary_key=True)
     """The group as a member of projects: `group:` and its name."""
+    ends_at: Mapped[datetime]
+    """When it stops counting: with the key of that login."""
 
 
 class AccessVersion(Table):

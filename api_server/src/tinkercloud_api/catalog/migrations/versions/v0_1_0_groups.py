@@ -15,5 +15,6 @@ def upgrade() -> None:
         "user_groups",
         sa.Column("owner", sa.String(), nullable=False),
         sa.Column("member", sa.String(), nullable=False),
+        sa.Column("ends_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("owner", "member"),
     )
