@@ -32,8 +32,6 @@ _COLUMNS = [
 ]
 _CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
 _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
-_CURVE_ROWS = 40
-"""Rows of a curve in the terminal at most."""
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
@@ -182,7 +180,7 @@ def show_curve(
 ) -> None:
     """Show the loss of a run as it learned, with gradient norm and learning rate.
 
-    A row is the mean of the optimizer steps up to its number; long runs have many in one.
+    A row is a step; runs of more than 256 have several in one, up to its number, with their mean.
     """
     path = f"{path_of(run)}/curve"
 
@@ -199,15 +197,13 @@ def show_curve(
 
 
 def _curve_rows(points: list[dict[str, Any]]) -> list[dict[str, object]]:
-    every = -(-len(points) // _CURVE_ROWS)
-    chosen = points[(len(points) - 1) % every :: every]
     return [
         {
             "step": each["step"],
             **{name: mean_text(each["metrics"].get(name)) for name in _CURVE_METRICS},
             "time": each["time"],
         }
-        for each in chosen
+        for each in points
     ]
 
 

@@ -223,7 +223,8 @@ class Results:
                 f"request {request_id!r} is unknown: it was never sent, or its result has"
                 f" expired (results are kept for {self._timings.result_ttl_seconds:.0f} s after"
                 f" they are first read, or {self._timings.unread_result_ttl_seconds:.0f} s if"
-                " they are not read)"
+                " they are not read); after a restore from a backup, continue the run with"
+                " `tinkercloud runs attach`"
             )
         try:
             async with asyncio.timeout(seconds):
