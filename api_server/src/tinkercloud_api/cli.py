@@ -419,15 +419,15 @@ def show_logs(
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    from tinkercloud_api.admin.doctor import examine
-    from tinkercloud_api.admin.machine_checks import CheckResult
-    from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
+    with waiting("checking this machine"):
+        from tinkercloud_api.admin.doctor import examine
+        from tinkercloud_api.admin.machine_checks import CheckResult
+        from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 
-    try:
-        with waiting("checking this machine"):
+        try:
             results = asyncio.run(examine(load_settings(state_dir=state_dir)))
-    except InvalidSettingsError as error:
-        results = [CheckResult("settings", is_good=False, detail=str(error))]
+        except InvalidSettingsError as error:
+            results = [CheckResult("settings", is_good=False, detail=str(error))]
     rows = [result.as_row() for result in results]
     show(rows, ["check", "result", "detail"], as_json=as_json)
     if any(not result.is_good for result in results):

@@ -67,7 +67,7 @@ def test_a_base_model_and_a_checkpoint_answer_side_by_side(
     for found, wanted in zip(logprobs_of(page.text), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-3)
     assert "<script" not in page.text
-    assert ">What?</textarea>" in page.text
+    assert ">\nWhat?</textarea>" in page.text
 
 
 def test_a_text_is_continued_as_completions_do(chat_server: Server, browser: Browser) -> None:

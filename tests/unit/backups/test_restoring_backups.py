@@ -459,6 +459,8 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
     assert "restored standard input to" in restoring.stdout
     assert "checkpoints: 2\njournals: not included\n" in restoring.stdout
     assert State(tmp_path / "new").listed() == made.listed()
+    served = f"serve it with: tinkercloud serve --state-dir {tmp_path / 'new'}\n"
+    assert restoring.stderr.endswith(served)
 
     for arguments, why in {
         ("verify", str(tmp_path / "none")): "No such file",

@@ -1,6 +1,7 @@
 """The audit log as a chain: many writers make no fork, and every later change of a row is found."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
@@ -145,6 +146,44 @@ async def test_an_exported_log_is_verified_without_the_catalog(engine: AsyncEngi
         assert fault in " ".join(verify_lines(tampered, newest).faults), fault
     with pytest.raises(InvalidRequest, match=r"line 2: .*audit export"):
         verify_lines([lines[0], "{}"], None)
+
+
+async def test_a_row_of_a_file_that_is_out_of_order_is_found(engine: AsyncEngine) -> None:
+    lines = await exported(await some_entries(engine))
+    rows = [json.loads(line) for line in lines]
+
+    repeated = [*lines[:4], lines[3], *lines[4:]]
+    removed = {**rows[2], "event": "removed", "details": {}, "hash": rows[3]["hash"]}
+    forged = [*lines[:4], json.dumps(removed), *lines[4:]]
+
+    assert verify_lines(repeated, None).faults == ["entry 4 comes after entry 4: it was inserted"]
+    assert verify_lines(forged, None).faults == ["entry 3 comes after entry 4: it was inserted"]
+
+
+async def test_names_that_are_not_text_are_exported_and_verified(engine: AsyncEngine) -> None:
+    log = await some_entries(engine)
+    await write(log, "ann", "tinkercloud keys create b\udcff")
+    newest = (await log.verify()).newest
+
+    lines = await exported(log)
+
+    assert "\n".join(lines).isascii()
+    assert verify_lines(lines, newest).faults == []
+
+
+@pytest.mark.parametrize("line", ["", "[" * 100_000, '{"id": 1'])
+def test_a_line_that_is_not_json_is_named(line: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"line 1: the line is not JSON"):
+        verify_lines([line], None)
+
+
+async def test_a_number_of_removed_rows_that_is_none_is_a_fault(engine: AsyncEngine) -> None:
+    log = await some_entries(engine)
+    await log.begin("server:", None, "audit_remove", {"removed_in_all": "many"})
+
+    assert verify_lines(await exported(log), None).faults == [
+        "entry 11: removed_in_all is 'many'; expected a number"
+    ]
 
 
 async def test_old_entries_are_removed_and_the_rest_stays_verifiable(engine: AsyncEngine) -> None:

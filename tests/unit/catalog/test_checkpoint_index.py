@@ -11,7 +11,7 @@ import obstore
 import pytest
 from obstore.exceptions import PermissionDeniedError
 from obstore.store import ObjectStore, S3Store
-from sqlalchemy import update
+from sqlalchemy import Engine, event, update
 
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.roles import Role
@@ -647,3 +647,22 @@ async def test_a_rebuilt_catalog_lists_autosaves_of_lost_runs_only(world: World)
     row = await world.catalog.run(suspended)
     assert row is not None
     assert row.generation == "g1"
+
+
+async def test_checkpoints_that_are_known_cost_one_query_together(world: World) -> None:
+    for name in ("a", "b", "c"):
+        await world.put(a_manifest(path(name)))
+    await world.checkpoints.index.discover(RUN)
+    statements = list[str]()
+
+    def note(_db: object, _cursor: object, statement: str, *_: object) -> None:
+        statements.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        await world.checkpoints.index.discover(RUN)
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+    assert await world.names() == {"a", "b", "c"}
+    assert len(statements) == 1

@@ -16,6 +16,7 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
+from tinkercloud_api.commands import audit_commands
 from tinkercloud_api.commands.common import shared
 from tinkercloud_api.commands.common.progress import CopyProgress, waiting
 from tinkercloud_api.config.readable import binary_size, moment
@@ -169,6 +170,63 @@ def test_an_error_is_one_line_that_can_be_copied(capsys: pytest.CaptureFixture[s
         shared.fail(message)
 
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+HOSTILE = "a\x1b]0;title\x07\x9b2J\u202eb"
+"""A name that would change the title of a terminal, clear it, and turn the direction of text."""
+SHOWN = "a�]0;title��2J�b"
+
+
+def test_tables_and_errors_show_control_characters_instead_of_sending_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared.show([{"name": HOSTILE, "owner": HOSTILE}], ["name", "owner"], as_json=False)
+    with pytest.raises(typer.Exit):
+        shared.fail(f"{HOSTILE}\nsecond line")
+
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[1].split() == [SHOWN, SHOWN]
+    assert printed.err == f"error: {SHOWN}\nsecond line\n"
+
+
+def test_the_doctor_says_what_it_does_before_it_loads_its_checks() -> None:
+    code = """
+import sys, tinkercloud_api.cli as cli
+
+def waiting(what):
+    sys.exit(f"{what}: {'tinkercloud_api.admin.doctor' in sys.modules}")
+
+cli.waiting = waiting
+cli.app(["doctor"])
+"""
+    command = [sys.executable, "-c", code]
+
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+
+    assert said == "checking this machine: False\n"
+
+
+def test_entries_of_the_audit_log_without_a_status_are_listed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The entries that releases up to 0.1 wrote of logins to the console.
+    details = {"owner": "ann", "key_id": 1, "number": 7, "hash": "abc"}
+    entry = {"timestamp": "2026-11-28T19:14:30Z", "event": "console_login"}
+    page = {"entries": [{**entry, "event_details": details}]}
+    monkeypatch.setattr(audit_commands, "request", lambda *_: page)
+
+    listed = CliRunner().invoke(app, ["audit", "--api-key", "tml-key"])
+
+    assert listed.stdout.splitlines()[1].split() == [
+        *("2026-11-28T19:14:30Z", "ann", "1", "console_login")
+    ]
+
+
+def test_a_name_that_is_not_text_is_refused_before_it_is_recorded(tmp_path: Path) -> None:
+    made = CliRunner().invoke(app, ["keys", "create", "b\udcff", "--state-dir", str(tmp_path)])
+
+    assert made.stderr == "error: 'b\\udcff' is not UTF-8 text; use a name that is\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:

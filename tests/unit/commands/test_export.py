@@ -2,6 +2,7 @@
 
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
+from tinkercloud_api.commands.runs import export_command
 from tinkercloud_api.commands.runs.export_command import points_of
 
 
@@ -93,3 +95,58 @@ def test_a_tracking_uri_is_refused_where_it_has_no_use(others: list[str]) -> Non
 
     assert result.exit_code == 1
     assert "--tracking-uri: " in result.stderr
+
+
+class OfflineRun:
+    """What W&B returns for an offline run: the folder that it has written."""
+
+    def __init__(self, folder: Path, name: str, *, is_full: bool) -> None:
+        self.dir = str(folder / "wandb" / f"offline-run-20261129_130000-{name}" / "files")
+        self._is_full = is_full
+        Path(self.dir).mkdir(parents=True)
+
+    def define_metric(self, *_: object, **_named: object) -> None: ...
+
+    def log(self, _values: object) -> None:
+        if self._is_full:
+            raise OSError("no space left on device")
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_only_earlier_exports_of_the_run_are_removed_and_after_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, is_full: bool
+) -> None:
+    def answer(_method: str, _url: object, _key: str, path: str) -> Any:
+        if path.endswith("/curve"):
+            logged = {"reward": [{"step": 1, "time": at(1), "value": 7.0}]}
+            return {"points": [], "logged": logged}
+        return {"run_id": "*", "name": "", "owner": "ann", "base_model": "m", "lora_rank": 4}
+
+    wandb = ModuleType("wandb")
+    wandb.__dict__["Settings"] = dict
+    wandb.__dict__["init"] = lambda **given: OfflineRun(given["dir"], given["id"], is_full=is_full)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(export_command, "request", answer)
+    earlier, other = (
+        tmp_path / "wandb" / f"offline-run-20261128_120000-{name}"
+        for name in ("a-train-0", "b-a-train-0")
+    )
+    for each in (earlier, other):
+        each.mkdir(parents=True)
+
+    command = ["runs", "export", "a:train:0", "--api-key", "k", "--to", "wandb"]
+    result = CliRunner().invoke(app, [*command, "--folder", str(tmp_path)])
+
+    assert result.exit_code == int(is_full)
+    assert (earlier.exists(), other.exists()) == (is_full, True)
+    assert (tmp_path / "wandb" / "offline-run-20261129_130000-a-train-0").exists()
+
+
+def test_an_id_that_is_none_of_a_run_is_refused() -> None:
+    command = ["runs", "export", "../*", "--api-key", "k", "--to", "wandb"]
+
+    refused = CliRunner().invoke(app, command)
+
+    assert refused.stderr.startswith("error: RUN: model_id '../*' is malformed")

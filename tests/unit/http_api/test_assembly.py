@@ -77,11 +77,13 @@ OPENING: list[Noted] = [
 ]
 STARTUP: list[Noted] = [
     (MetricsServer, "start"),
+    (LoginPages, "open"),
     (OneHead, "start"),
+]
+WITH_HEADS: list[Noted] = [
     (BaseModels, "start"),
     (Deliveries, "start"),
     (Programs, "start"),
-    (LoginPages, "open"),
     (api_metrics, "measure"),
 ]
 SHUTDOWN: list[Noted] = [
@@ -189,15 +191,17 @@ async def test_a_server_takes_all_steps_of_its_startup_and_shutdown_even_if_one_
         raise OSError("full disk")
 
     monkeypatch.setattr(Programs, "stop", fail)
-    started = follow(*OPENING, *STARTUP, (RunAdmission, "follow"))
+    beginning: list[Noted] = [*OPENING, *STARTUP, *WITH_HEADS, (RunAdmission, "follow")]
+    started = follow(*beginning)
     async with running_context(with_logins(tmp_path), OneHead()):
         await asyncio.sleep(0)
         stopped = follow(*SHUTDOWN, *CLOSING)
 
-    assert started == named([*OPENING, *STARTUP, (RunAdmission, "follow")])
+    assert started == named(beginning)
     assert stopped == named([*SHUTDOWN, *CLOSING])
     assert len(assembly.OPENING) == len(OPENING)
     assert len(assembly.STARTUP) == len(STARTUP)
+    assert len(assembly.WITH_HEADS) == len(WITH_HEADS)
     assert len(assembly.SHUTDOWN) == len(SHUTDOWN)
     assert len(assembly.CLOSING) == len(CLOSING)
 
@@ -216,6 +220,65 @@ async def test_a_server_whose_startup_fails_closes_what_it_has_opened(
             pass
 
     assert closed == named(CLOSING)
+
+
+async def test_no_head_starts_if_the_logins_cannot_be_opened(
+    tmp_path: Path, follow: Callable[..., list[str]]
+) -> None:
+    settings = with_logins(tmp_path)
+    (tmp_path / "secret").unlink()
+    calls = follow((OneHead, "start"), *CLOSING)
+
+    with pytest.raises(FileNotFoundError, match="secret"):
+        async with running_context(settings, OneHead()):
+            pass
+
+    assert calls == named(CLOSING)
+
+
+async def test_a_server_that_fails_once_its_heads_run_stops_what_runs(
+    tmp_path: Path, follow: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("full disk")
+
+    before = running()
+    monkeypatch.setattr(Programs, "start", fail)
+    stopped = follow(*SHUTDOWN, *CLOSING)
+
+    with pytest.raises(OSError, match="full disk"):
+        async with running_context(Settings(state_dir=tmp_path), OneHead()):
+            pass
+
+    assert stopped == named([*SHUTDOWN, *CLOSING])
+    assert running() == before
+
+
+@pytest.mark.parametrize(
+    ("step", "closed"),
+    [
+        ((server_acts, "record_settings"), [(Catalog, "close")]),
+        ((Catalog, "shared_secret"), CLOSING[:2]),
+    ],
+)
+async def test_a_server_that_fails_before_its_components_exist_closes_its_connections(
+    tmp_path: Path,
+    follow: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    step: Noted,
+    closed: list[Noted],
+) -> None:
+    async def fail(*_: object) -> None:
+        raise OSError("full disk")
+
+    monkeypatch.setattr(*step, fail)
+    calls = follow(*CLOSING)
+
+    with pytest.raises(OSError, match="full disk"):
+        async with running_context(Settings(state_dir=tmp_path), OneHead()):
+            pass
+
+    assert calls == named(closed)
 
 
 async def test_requests_pass_all_middleware_in_order(

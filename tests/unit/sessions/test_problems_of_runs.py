@@ -15,7 +15,10 @@ def test_a_run_that_waits_for_room_is_a_problem_and_one_whose_model_loads_is_not
     (problem,) = of_run(RUN, FULL, loading=())
 
     assert (problem.subject, problem.reason) == ("s:train:0", "no room for it")
-    assert "tinkercloud runs stop" in problem.remedy
+    assert problem.remedy == (
+        "end a run that nobody needs (tinkercloud runs stop), or raise the limit or the memory that"
+        " the reason names"
+    )
     assert list(of_run(RUN, FULL, loading={"m"})) == []
 
 

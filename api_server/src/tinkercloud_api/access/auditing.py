@@ -94,13 +94,25 @@ class Auditing:
         details = {"key_name": key.name, "role": key.role, **_at_callback(address)}
         await self.entries.begin(key.owner, key.id, "key_login", details)
 
-    async def record_console_login(self, caller: Principal, address: str) -> None:
+    async def record_console_login(self, caller: Principal, scope: Scope, status: int) -> None:
         """Record that a browser is about to be logged in with a key.
+
+        Args:
+            caller: the key's owner.
+            scope: the request.
+            status: of the response that opens the console.
 
         Raises:
             Unavailable: the entry could not be written.
         """
-        details = {"key_name": caller.key_name, "role": str(caller.role), "address": address}
+        details = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "key_name": caller.key_name,
+            "role": str(caller.role),
+            "address": (scope.get("client") or ("",))[0],
+            "status": status,
+        }
         await self.entries.begin(caller.owner, caller.key_id or None, "console_login", details)
 
     async def record_logout(self, owner: str, address: str) -> None:

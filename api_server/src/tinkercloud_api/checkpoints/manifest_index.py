@@ -104,11 +104,13 @@ class ManifestIndex:
 
         Automatic ones are left out: a head replaces and deletes them.
         """
-        await self._discover_all([p for p in await self.in_store(run_id) if not p.is_autosave])
+        found = await self.in_store(run_id)
+        await self._discover_all(run_id, [path for path in found if not path.is_autosave])
 
     async def keep_autosaves(self, run_id: str) -> None:
         """Index the automatic checkpoints of a lost run: now they are checkpoints like others."""
-        await self._discover_all([p for p in await self.in_store(run_id) if p.is_autosave])
+        found = await self.in_store(run_id)
+        await self._discover_all(run_id, [path for path in found if path.is_autosave])
 
     async def in_store(self, run_id: str) -> list[CheckpointPath]:
         """Return the training checkpoints in a run's folder, incomplete ones included."""
@@ -122,15 +124,15 @@ class ManifestIndex:
                 )
         return paths
 
-    async def _discover_all(self, paths: Sequence[CheckpointPath]) -> None:
+    async def _discover_all(self, run_id: str, paths: Sequence[CheckpointPath]) -> None:
+        known = await self.catalog.names_of_checkpoints(run_id, CheckpointKind.TRAINING)
         for path in paths:
+            if path.name in known:
+                continue
             try:
-                await self._discover(path)
+                manifest = await self.read(path)
             except InvalidRequest as error:
                 log.warning("skipping a damaged checkpoint", path=str(path), error=error.message)
-
-    async def _discover(self, path: CheckpointPath) -> None:
-        if await self.catalog.checkpoint(path) is None:
-            manifest = await self.read(path)
+                continue
             if manifest is not None:
                 await self.catalog.index_checkpoint(manifest)

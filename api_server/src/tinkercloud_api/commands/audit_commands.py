@@ -194,8 +194,9 @@ def _row(entry: dict[str, Any]) -> dict[str, str]:
         "owner": entry["owner"],
         "key": str(entry["key_id"] or ""),
         "event": entry["event"],
-        "status": str(entry["status"]),
-        "path": entry["path"],
+        # Logins to the console had neither up to release 0.1.
+        "status": str(entry.get("status", "")),
+        "path": entry.get("path", ""),
         "objects": _cell([*entry.get("objects", []), *entry.get("project_ids", [])]),
     }
 

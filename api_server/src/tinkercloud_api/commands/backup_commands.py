@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -131,6 +132,20 @@ def restore_backup(
         change = Change(RESTORE, ["backup", "restore", file], objects)
         record_in_file(catalog, change, "done")
     _report(manifest, f"restored {name} to {where.state_dir}", as_json=as_json, to_stderr=False)
+    typer.echo(f"serve it with: {_serving(where.state_dir)}", err=True)
+
+
+def _serving(folder: Path) -> str:
+    """Return the command that serves a restored state folder with the settings of its server."""
+    from tinkercloud_api.config import server_settings
+    from tinkercloud_api.config.settings import CONFIG_FILE_VARIABLE, default_state_dir
+
+    words = ["tinkercloud", "serve"]
+    if folder != default_state_dir():
+        words += ["--state-dir", str(folder)]
+    file = folder / server_settings.FILE
+    settings = f"{CONFIG_FILE_VARIABLE}={shlex.quote(str(file))} " if file.is_file() else ""
+    return settings + shlex.join(words)
 
 
 def _report(manifest: Any, sentence: str, *, as_json: bool, to_stderr: bool) -> None:  # noqa: ANN401 - loaded late

@@ -1,4 +1,4 @@
-"""Sizes and times as people read them: one form of each, in commands, logs and messages."""
+"""Sizes, times and names as people read them: one form of each, in commands, logs and messages."""
 
 from datetime import UTC, datetime
 
@@ -11,6 +11,19 @@ def binary_size(size: int) -> str:
     while shown >= 1024 and unit < len(_UNITS) - 1:
         shown, unit = shown / 1024, unit + 1
     return f"{shown:.1f} {_UNITS[unit]}" if unit else f"{size} bytes"
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Return a text whose control characters and direction marks are replaced.
+
+    A terminal would obey them, and they could make one name look like another.
+
+    Args:
+        text: what others may have written.
+        kept: characters that stay, such as line breaks.
+    """
+    replacement = "\N{REPLACEMENT CHARACTER}"
+    return "".join(each if each.isprintable() or each in kept else replacement for each in text)
 
 
 def moment(time: datetime | str | None) -> str:

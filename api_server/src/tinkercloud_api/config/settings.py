@@ -93,7 +93,8 @@ _INSTEAD_ON_KUBERNETES = {
 """Settings of local heads, and what to use instead with provider=kubernetes."""
 
 
-def _default_state_dir() -> Path:
+def default_state_dir() -> Path:
+    """Return the state folder of a server whose settings name none."""
     data_home = os.environ.get("XDG_DATA_HOME", "")
     return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "tinkercloud"
 
@@ -138,7 +139,7 @@ class Settings(BaseSettings):
     """Maximum number of concurrent client connections. Further connections receive status 503. Each
     request that waits for a result occupies a connection. Default: derived from the limit on open
     files (`ulimit -Hn`)."""
-    state_dir: Path = Field(default_factory=_default_state_dir)
+    state_dir: Path = Field(default_factory=default_state_dir)
     """Folder for persistent state: the catalog, checkpoints, and files of session heads."""
     database_url: SecretStr | None = None
     """SQLAlchemy URL of the catalog database: `postgresql+asyncpg://USER:PASSWORD@HOST/DATABASE`,

@@ -17,6 +17,7 @@ from tinkercloud_api.console.pages import (
 )
 from tinkercloud_api.context import Server
 from tinkercloud_api.routes.account import key_routes, project_routes
+from tinkercloud_api.web.session_cookie import forget_session
 from tinkercloud_protocol.wire.json_model import Name, WireModel
 
 _PROJECTS = 1000
@@ -42,7 +43,7 @@ class _FormerMember(WireModel):
 async def show_account(server: Server, session: Session) -> Response:
     """Show the key of the session, and the limits of its owner."""
     caller = session.caller
-    return show(
+    return await show(
         "account.html",
         session=session,
         key=await key_routes.show_key(server, caller),
@@ -60,7 +61,9 @@ async def revoke_key(sent: Sent, server: Server, session: Session) -> Response:
     """Revoke the key of the session, which ends with it."""
     check_confirmed(sent)
     await key_routes.revoke_key(server, session.caller)
-    return lead_to("login")
+    answer = lead_to("login")
+    forget_session(answer)
+    return answer
 
 
 @router.get("/projects")
@@ -68,7 +71,7 @@ async def revoke_key(sent: Sent, server: Server, session: Session) -> Response:
 async def list_projects(server: Server, session: Session) -> Response:
     """Show the projects that the caller may see, newest first."""
     found = await project_routes.list_projects(server, session.caller, _PROJECTS, 0, "accessible")
-    return show(
+    return await show(
         "projects.html",
         session=session,
         projects=found.projects,
@@ -94,7 +97,7 @@ async def show_project(project_id: str, server: Server, session: Session) -> Res
     caller = session.caller
     project = await project_routes.show_project(project_id, server, caller)
     is_admin = caller.project_role(project_id) is ProjectRole.ADMIN
-    return show(
+    return await show(
         "project.html",
         session=session,
         project=project,

@@ -10,7 +10,6 @@ from fastapi import Request
 from fastapi.responses import RedirectResponse, Response
 from pydantic import BaseModel, Field
 
-from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import changes, declares
 from tinkercloud_api.console.pages import (
     OWN_FORM,
@@ -49,14 +48,14 @@ class ListedCheckpoints:
     """Those of the head, newest first."""
 
 
-async def listed(run: RunDetails, server: Context, caller: Principal) -> ListedCheckpoints:
+async def listed(run: RunDetails, server: Context) -> ListedCheckpoints:
     """Return the checkpoints of a run for its page.
 
-    Raises:
-        NotFound: the run does not exist for this caller.
+    Args:
+        run: the run, which the caller may see; those that its head has saved are known by now.
+        server: the server.
     """
-    found = await run_routes.list_run_checkpoints(run.run_id, server, caller)
-    saved = list(reversed(found.checkpoints))
+    saved = list(reversed(await server.checkpoints.of_run(run.run_id)))
     paths = {each.tinker_path for each in saved}
     return ListedCheckpoints(
         saved[:_SHOWN],

@@ -10,12 +10,11 @@ from typing import Annotated
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import Depends, Query, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 
 from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.console import checkpoint_pages
-from tinkercloud_api.console.charts import by_steps_taken
 from tinkercloud_api.console.pages import (
     FOLDER,
     OWN_FORM,
@@ -31,7 +30,7 @@ from tinkercloud_api.console.pages import (
     segment,
     show,
 )
-from tinkercloud_api.console.run_curves import charts_of, shown_curve
+from tinkercloud_api.console.run_curves import compared, shown_curve
 from tinkercloud_api.context import Context, Server
 from tinkercloud_api.routes.sessions import problem_routes, run_state_routes
 from tinkercloud_api.web.session_cookie import forget_session, set_session
@@ -55,15 +54,23 @@ def _check_site(request: Request, server: Context) -> None:
     Raises:
         Forbidden: it is.
     """
-    own = {request.headers.get("host"), urlsplit(server.settings.public_url or "").netloc}
+    own = {request.headers.get("host"), _host_of(server.settings.public_url or "")}
     origin = request.headers.get("origin")
-    is_foreign = origin is not None and urlsplit(origin).netloc not in own - {""}
+    is_foreign = origin is not None and _host_of(origin) not in own - {""}
     site = request.headers.get("sec-fetch-site", "none")
     if is_foreign or site not in {"none", "same-origin"}:
         raise Forbidden(
             "this form came from another site: open the page /console/login; behind a proxy that"
             " changes the header Host, set TINKERCLOUD_PUBLIC_URL"
         )
+
+
+def _host_of(url: str) -> str:
+    """Return the host and port of a URL; empty if it has none, or is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return ""
 
 
 @router.get("")
@@ -88,7 +95,7 @@ async def show_login(request: Request, link: str | None = None, run: str | None 
         link: the token of the link.
         run: the run whose page follows; None for the list of runs.
     """
-    return login_page(request, link=link, run=run)
+    return await login_page(request, link=link, run=run)
 
 
 @router.post("/login")
@@ -108,10 +115,10 @@ async def log_in(request: Request, server: Server) -> Response:
         else:
             opening = await browsers.with_key(sent.get("key", "").strip(), address)
     except Unauthenticated as error:
-        return login_page(request, problem=error.message)
-    await server.auditing.record_console_login(opening.caller, address)
-    session = await browsers.open(opening, now())
+        return await login_page(request, problem=error.message)
     answer = lead_to(f"runs/{segment(sent['run'])}" if "run" in sent else "runs")
+    await server.auditing.record_console_login(opening.caller, request.scope, answer.status_code)
+    session = await browsers.open(opening, now())
     public_url = server.settings.public_url or ""
     is_https = request.url.scheme == "https" or public_url.startswith("https:")
     set_session(answer, session.token, is_https=is_https)
@@ -141,7 +148,7 @@ async def list_runs(
     found = await run_state_routes.list_runs(
         server, session.caller, None, _PAGE, offset, "accessible", search
     )
-    return show(
+    return await show(
         "runs.html",
         session=session,
         runs=found.runs,
@@ -182,27 +189,25 @@ async def show_run(
     run = await run_state_routes.show_run(run_id, server, session.caller)
     curve = await run_state_routes.show_curve(run_id, server, session.caller)
     row = await server.catalog.run(run_id)
-    checkpoints = await checkpoint_pages.listed(run, server, session.caller)
-
-    def draw() -> HTMLResponse:
-        shown = shown_curve(curve, *steps)
-        return show(
-            "run.html",
-            session=session,
-            run=run,
-            may_change=row is not None and session.caller.may_change(row),
-            zoom=shown.zoom,
-            points=shown.points,
-            metrics=shown.metrics,
-            charts=shown.charts,
-            checkpoints=checkpoints,
-            follow=follow,
-            twin=f"runs/{segment(run_id)}/curve",
-            command=f"tinkercloud runs curve {run_id} --watch",
-        )
+    checkpoints = await checkpoint_pages.listed(run, server)
 
     # Some milliseconds for all that a run can have.
-    return follow_up(await asyncio.to_thread(draw), follow)
+    shown = await asyncio.to_thread(shown_curve, curve, *steps)
+    answer = await show(
+        "run.html",
+        session=session,
+        run=run,
+        may_change=row is not None and session.caller.may_change(row),
+        zoom=shown.zoom,
+        points=shown.points,
+        metrics=shown.metrics,
+        charts=shown.charts,
+        checkpoints=checkpoints,
+        follow=follow,
+        twin=f"runs/{segment(run_id)}/curve",
+        command=f"tinkercloud runs curve {run_id} --watch",
+    )
+    return follow_up(answer, follow)
 
 
 @router.post("/runs/{run_id}/stop")
@@ -229,24 +234,16 @@ async def compare_runs(
 ) -> Response:
     """Show the curves of several runs on common axes."""
     curves = {
-        run_id: by_steps_taken(
-            (await run_state_routes.show_curve(run_id, server, session.caller)).points
-        )
-        for run_id in run
+        run_id: await run_state_routes.show_curve(run_id, server, session.caller) for run_id in run
     }
-    names = await _names(curves, server)
-
-    def draw() -> HTMLResponse:
-        return show(
-            "compare.html",
-            session=session,
-            runs=names,
-            charts=charts_of(curves),
-            twin=f"runs/{segment(run[0])}/curve",
-            command=f"tinkercloud runs curve {run[0]}",
-        )
-
-    return await asyncio.to_thread(draw)
+    return await show(
+        "compare.html",
+        session=session,
+        runs=await _names(curves, server),
+        charts=await asyncio.to_thread(compared, list(curves.values())),
+        twin=f"runs/{segment(run[0])}/curve",
+        command=f"tinkercloud runs curve {run[0]}",
+    )
 
 
 @router.get("/problems")
@@ -254,7 +251,7 @@ async def compare_runs(
 async def show_problems(server: Server, session: Session) -> Response:
     """Show what needs attention, and what to do."""
     found = await problem_routes.list_problems(server, session.caller)
-    return show(
+    return await show(
         "problems.html",
         session=session,
         problems=found.problems,

@@ -24,7 +24,7 @@ async def show_models(server: Server, session: Session) -> Response:
     models = await base_model_routes.list_base_models(server, caller)
     found = await run_state_routes.list_runs(server, caller, None, _RUNS, 0, "accessible")
     held = (await server.shared_heads.models()).values()
-    return show(
+    return await show(
         "models.html",
         session=session,
         models=models.base_models,

@@ -2,23 +2,20 @@
 
 from datetime import datetime
 
+from tinkercloud_api.config.readable import printable
+
 _MAX_SHOWN = 200
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def shown(value: object) -> str:
-    """Return a text without control characters, cut to a length that fits a page.
-
-    Direction marks are replaced as well: they could make one name look like another.
-    """
+    """Return a text without control characters, cut to a length that fits a page."""
     text = str(value)
-    cut = text[:_MAX_SHOWN] + ("…" if len(text) > _MAX_SHOWN else "")
-    return "".join(each if each.isprintable() else _REPLACEMENT for each in cut)
+    return printable(text[:_MAX_SHOWN]) + ("…" if len(text) > _MAX_SHOWN else "")
 
 
 def output(text: str) -> str:
     """Return the output of a program without control characters, apart from ends of lines."""
-    return "".join(each if each.isprintable() or each in "\n\t" else _REPLACEMENT for each in text)
+    return printable(text, kept="\n\t")
 
 
 def number(value: float | None) -> str:

@@ -1,6 +1,7 @@
 """What all pages of the console share: their session, their forms, their frame and their errors."""
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from http import HTTPStatus
 from importlib.resources import files
@@ -15,18 +16,20 @@ from fastapi.routing import APIRoute
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from pydantic import BaseModel, ValidationError
 
-from tinkercloud_api.access.browser_sessions import BrowserSession
+from tinkercloud_api.access.browser_sessions import BrowserSession, BrowserSessions
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.console import page_texts
 from tinkercloud_api.console.charts import HEIGHT, WIDTH
 from tinkercloud_api.context import get_context
-from tinkercloud_api.web.session_cookie import CONSOLE, session_token
+from tinkercloud_api.web.session_cookie import CONSOLE, forget_session, session_token
 from tinkercloud_protocol.wire.asgi import Scope
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unauthenticated, WireError
 from tinkercloud_protocol.wire.json_model import describe, sentences
 
 FOLDER = Path(str(files("tinkercloud_api.console")))
+_WITHOUT_SESSION = {f"{CONSOLE}/login", f"{CONSOLE}/console.css"}
+"""Paths of pages that need no session, and that a browser whose session has ended must reach."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -75,13 +78,17 @@ class PageRoute(APIRoute):
                 return await handle(request)
             except Unauthenticated as error:
                 if request.method == "GET":
-                    return login_page(request, problem=error.message)
-                return failure(error.message, error.status)
+                    answer = await login_page(request, problem=error.message)
+                else:
+                    answer = await failure(error.message, error.status)
+                # Each request with the cookie of an ended session is a failed attempt.
+                forget_session(answer)
+                return answer
             except WireError as error:
-                return failure(error.message, error.status)
+                return await failure(error.message, error.status)
             except RequestValidationError as error:
                 faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
-                return failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
+                return await failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
 
         return handle_page
 
@@ -96,12 +103,33 @@ def address_of(scope: Scope) -> str:
     return str((scope.get("client") or ("",))[0])
 
 
-async def _session(request: Request) -> BrowserSession:
-    found = request.scope.get("browser")
-    if isinstance(found, BrowserSession):
-        return replace(found, caller=request.scope["principal"])
-    browsers, scope = get_context(request).browsers, request.scope
-    return await browsers.find(session_token(scope), address_of(scope), now())
+async def look_up_session(scope: Scope, browsers: BrowserSessions) -> BrowserSession | None:
+    """Look up the session of a request, once, and keep in its scope what was found.
+
+    Returns:
+        The session; None if the browser has none, or the page needs none.
+
+    Raises:
+        Overloaded: too many cookies from the same address had no session.
+    """
+    if scope["path"] in _WITHOUT_SESSION:
+        return None
+    try:
+        found = await browsers.find(session_token(scope), address_of(scope), now())
+    except Unauthenticated as error:
+        # Pages say why, and ask for a key.
+        scope["browser"] = error
+        return None
+    scope["browser"] = found
+    return found
+
+
+def _session(request: Request) -> BrowserSession:
+    found = request.scope["browser"]
+    if isinstance(found, Unauthenticated):
+        raise found
+    assert isinstance(found, BrowserSession)  # noqa: S101 - as `look_up_session` keeps it
+    return replace(found, caller=request.scope["principal"])
 
 
 Session = Annotated[BrowserSession, Depends(_session)]
@@ -165,8 +193,10 @@ def check_confirmed(sent: dict[str, str]) -> None:
         raise InvalidRequest("confirmed: nothing was changed; tick the box of the form first")
 
 
-def show(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HTMLResponse:
+async def show(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HTMLResponse:
     """Return a page.
+
+    It is rendered in a thread, because tables of a thousand rows take some 20 ms.
 
     Args:
         template: its template.
@@ -174,8 +204,11 @@ def show(template: str, status: int = HTTPStatus.OK, /, **values: object) -> HTM
         values: what the template shows; with `session`, the links to all pages; with `twin` and
             `command`, the call of the API and the command that return the same.
     """
-    filled = {"session": None, **values}
-    content = _TEMPLATES.get_template(template).render(filled)
+    return await asyncio.to_thread(_rendered, template, status, {"session": None, **values})
+
+
+def _rendered(template: str, status: int, values: Mapping[str, object]) -> HTMLResponse:
+    content = _TEMPLATES.get_template(template).render(values)
     return HTMLResponse(content, status_code=status, headers=_HEADERS)
 
 
@@ -190,7 +223,7 @@ def follow_up(answer: HTMLResponse, follow: int | None) -> HTMLResponse:
     return answer
 
 
-def login_page(
+async def login_page(
     request: Request, *, problem: str | None = None, link: str | None = None, run: str | None = None
 ) -> HTMLResponse:
     """Return the page that opens a session.
@@ -204,12 +237,12 @@ def login_page(
     status = HTTPStatus.OK if problem is None else HTTPStatus.UNAUTHORIZED
     oidc = get_context(request).settings.oidc
     provider = urlsplit(oidc.issuer).netloc if oidc is not None else None
-    return show("login.html", status, problem=problem, link=link, run=run, provider=provider)
+    return await show("login.html", status, problem=problem, link=link, run=run, provider=provider)
 
 
-def failure(message: str, status: int) -> HTMLResponse:
+async def failure(message: str, status: int) -> HTMLResponse:
     """Return the page of an error."""
-    return show("failure.html", status, message=message, code=int(status))
+    return await show("failure.html", status, message=message, code=int(status))
 
 
 def lead_to(path: str) -> Response:

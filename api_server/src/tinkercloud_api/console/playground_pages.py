@@ -8,13 +8,14 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, declares, names_no_object
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.console.pages import Sent, Session, page_router, read, show
 from tinkercloud_api.context import Context, Server
+from tinkercloud_api.providers.head_http_client import HeadUnreachable
 from tinkercloud_api.routes.checkpoints import run_routes
 from tinkercloud_api.routes.models import chat_routes
 from tinkercloud_api.routes.requests.call import Call
@@ -39,6 +40,11 @@ _BLANK = {
 router = page_router()
 
 
+def _with_line_feeds(text: str) -> str:
+    """Return a text as it was written: forms send the end of a line as two characters."""
+    return text.replace("\r\n", "\n")
+
+
 class _Question(BaseModel):
     """What the form holds."""
 
@@ -48,7 +54,9 @@ class _Question(BaseModel):
     checkpoint: Annotated[str, Field(max_length=1024)] = ""
     """Path of a checkpoint, or id of a run; empty for none."""
     kind: Literal["chat", "text"] = "chat"
-    prompt: Annotated[str, Field(min_length=1, max_length=20_000)]
+    prompt: Annotated[
+        str, BeforeValidator(_with_line_feeds), Field(min_length=1, max_length=20_000)
+    ]
     max_tokens: Annotated[int, Field(ge=1, le=_MAX_TOKENS)] = 64
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
@@ -101,7 +109,7 @@ async def _shown(
     server: Context, session: Session, sent: Mapping[str, str], answers: Sequence[_Answer]
 ) -> Response:
     saved = await run_routes.list_checkpoints(server, session.caller, _CHECKPOINTS, 0, "accessible")
-    return show(
+    return await show(
         "playground.html",
         session=session,
         models=[model.name for model in server.provider.models()],
@@ -131,6 +139,8 @@ async def _answer(model: str, question: _Question, server: Context, caller: Prin
         return _Answer(model, problem=why)
     except WireError as error:
         return _Answer(model, problem=error.message)
+    except HeadUnreachable as error:
+        return _Answer(model, problem=f"{error}; ask again")
     if status != HTTPStatus.OK:
         return _Answer(model, problem=str(content["error"]["message"]))
     choice = content["choices"][0]

@@ -36,7 +36,7 @@ async def list_programs(
     """Show the programs that the caller may see, newest first."""
     offset = (page - 1) * _PAGE
     found = await program_routes.list_programs(server, session.caller, _PAGE, offset, "accessible")
-    return show(
+    return await show(
         "programs.html",
         session=session,
         programs=found.programs,
@@ -55,7 +55,7 @@ async def show_program(
     program = await program_routes.show_program(program_id, server, session.caller)
     output = await program_routes.show_logs(program_id, server, session.caller, _LOG_BYTES)
     may_stop = session.caller.role is not Role.READ_ONLY and not program.phase.is_final
-    answer = show(
+    answer = await show(
         "program.html",
         session=session,
         program=program,

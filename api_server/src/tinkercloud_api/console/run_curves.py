@@ -65,16 +65,16 @@ def shown_curve(curve: RunCurve, first: int | None, last: int | None) -> ShownCu
         zoom=zoom,
         points=[point for _, point in found],
         metrics=[name for name in METRICS if any(name in point.metrics for _, point in found)],
-        charts=[*charts_of({curve.run_id: found}), *(each for each in of_client if each)],
+        charts=[*_charts_of({curve.run_id: found}), *(each for each in of_client if each)],
     )
 
 
-def charts_of(placed: Mapping[str, Sequence[Place]]) -> list[Chart]:
-    """Return the charts of optimizer steps of runs, on common axes.
+def compared(curves: Iterable[RunCurve]) -> list[Chart]:
+    """Return the charts of optimizer steps of runs, on common axes."""
+    return _charts_of({curve.run_id: by_steps_taken(curve.points) for curve in curves})
 
-    Args:
-        placed: the points of the runs, by name.
-    """
+
+def _charts_of(placed: Mapping[str, Sequence[Place]]) -> list[Chart]:
     return [found for name in METRICS if (found := chart(name, placed)) is not None]
 
 

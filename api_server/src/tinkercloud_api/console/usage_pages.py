@@ -38,7 +38,7 @@ async def show_usage(
         server, session.caller, "day", limit=_ROWS, offset=0, access_scope="accessible"
     )
     first = date.fromisoformat(f"{chosen}-01")
-    return show(
+    return await show(
         "usage.html",
         session=session,
         of_month=of_month,

@@ -100,13 +100,13 @@ def application(
         return await _start(logins, request, purpose)
 
     async def finish(request: Request) -> Response:
-        address = request.client.host if request.client else ""
         try:
-            return await answer_to(await logins.finish(request), address)
+            return await answer_to(await logins.finish(request), request)
         except WireError as error:
             return _failure(error)
 
-    async def answer_to(outcome: Outcome, address: str) -> Response:
+    async def answer_to(outcome: Outcome, request: Request) -> Response:
+        address = request.client.host if request.client else ""
         if outcome.issued is None:
             await auditing.record_logout(outcome.owner, address)
             await logins.end_keys(outcome.owner)
@@ -116,9 +116,9 @@ def application(
         if outcome.purpose is Purpose.KEY:
             return _issued(key, row)
         opening = await browsers.with_key(key, address)
-        await auditing.record_console_login(opening.caller, address)
-        session = await browsers.open(opening, now())
         answer = _opened(outcome.owner)
+        await auditing.record_console_login(opening.caller, request.scope, answer.status_code)
+        session = await browsers.open(opening, now())
         set_session(answer, session.token, is_https=is_https)
         return answer
 

@@ -197,9 +197,24 @@ async def running_context(
     login: login_pages.LoginPages | None = None,
 ) -> AsyncIterator[Context]:
     """Open the components of a server, whose URL for programs is `own_url`, and its login pages."""
-    opened = await assembly.opened(settings)
+    opened, client = await assembly.opened(settings), open_client()
+    try:
+        context, admission = await _components(opened, client, provider, own_url)
+    except BaseException:
+        await client.close()
+        await opened.catalog.close()
+        raise
+    served = assembly.server_of(context, admission, client, login or login_pages.LoginPages())
+    async with assembly.running(served):
+        yield context
+
+
+async def _components(
+    opened: assembly.Opened, client: aiohttp.ClientSession, provider: SessionProvider, own_url: str
+) -> tuple[Context, RunAdmission]:
+    settings = opened.settings
     engine, catalog, audit_log = opened.engine, opened.catalog, opened.audit_log
-    client, tenants, projects = open_client(), Tenants(provider.tenants), Projects(catalog)
+    tenants, projects = Tenants(provider.tenants), Projects(catalog)
     store, activity, proxy = open_store(settings.checkpoint_url), Activity(catalog), Proxy(client)
     checkpoints = Checkpoints(catalog, store, StorageQuota(catalog, tenants))
     admission, objects = _admission(settings, engine, tenants, activity), ObjectStoreClient(store)
@@ -245,9 +260,7 @@ async def running_context(
         projects=projects,
         quotas=_quotas(provider, admission, StorageQuota(catalog, tenants)),
     )
-    served = assembly.server_of(context, admission, client, login or login_pages.LoginPages())
-    async with assembly.running(served):
-        yield context
+    return context, admission
 
 
 async def _authenticator(

@@ -229,14 +229,18 @@ async def _report_lost(server: Server) -> None:
 
 STARTUP: tuple[Step[Server], ...] = (
     Step("serve the metrics", _serve_metrics),
+    Step("open the logins", _open_logins),
     Step("start the session heads", _start_heads),
+)
+"""The first steps, in order. If one fails, nothing runs yet that `SHUTDOWN` would stop."""
+WITH_HEADS: tuple[Step[Server], ...] = (
     Step("serve the added models", lambda s: s.context.base_models.start()),
     Step("start deliveries", _start_deliveries),
     Step("start the programs", lambda s: s.context.programs.start()),
-    Step("open the logins", _open_logins),
     Step("compute gauges", _measure),
 )
-"""Steps before the first request, in order; `TASKS` start after them."""
+"""Steps between `STARTUP` and the first request, in order; `TASKS` start after them. If one fails,
+`SHUTDOWN` follows."""
 SHUTDOWN: tuple[Step[Server], ...] = (
     Step("end the downloads of models", lambda s: s.context.base_models.stop()),
     Step("stop deliveries", lambda s: s.context.deliveries.stop()),
@@ -245,7 +249,10 @@ SHUTDOWN: tuple[Step[Server], ...] = (
     Step("find out which runs were saved", _report_lost),
     Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
 )
-"""Steps after the last request and after the end of `TASKS`, in order."""
+"""Steps after the last request and after the end of `TASKS`, in order.
+
+What has not been started yet is stopped all the same.
+"""
 CLOSING: tuple[Step[Server], ...] = (
     Step("close the connections to heads", lambda s: s.client.close()),
     Step("close the catalog", lambda s: s.context.catalog.close()),
@@ -262,8 +269,12 @@ async def opened(settings: Settings) -> Opened:
     """
     engine = connection.open_database(settings.catalog_url)
     server = Opened(settings, engine, Catalog(engine), AuditLog(engine))
-    for step in OPENING:
-        await step.run(server)
+    try:
+        for step in OPENING:
+            await step.run(server)
+    except BaseException:
+        await server.catalog.close()
+        raise
     return server
 
 
@@ -284,8 +295,11 @@ async def running(server: Server) -> AsyncIterator[None]:
     try:
         for step in STARTUP:
             await step.run(server)
-        tasks = [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
+        tasks: list[asyncio.Task[None]] = []
         try:
+            for step in WITH_HEADS:
+                await step.run(server)
+            tasks += [asyncio.create_task(task.run(server), name=task.name) for task in TASKS]
             yield
         finally:
             for task in tasks:

@@ -14,8 +14,7 @@ from starlette.types import ASGIApp
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
-from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.console.pages import failure
+from tinkercloud_api.console.pages import failure, look_up_session
 from tinkercloud_api.context import Context
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
@@ -34,7 +33,6 @@ from tinkercloud_api.web.asgi_http import (
     respond_error,
 )
 from tinkercloud_api.web.error_handlers import allowed_methods
-from tinkercloud_api.web.session_cookie import session_token
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send, error_headers, respond
@@ -140,15 +138,8 @@ class HotPaths:
 
     async def _browser(self, scope: Scope) -> Principal | None:
         """Return whose key opened the session of a browser; None if it has none."""
-        try:
-            address = (scope.get("client") or ("",))[0]
-            browsers = self._server().browsers
-            session = await browsers.find(session_token(scope), address, now())
-        except Unauthenticated:
-            # Pages say why, and ask for a key.
-            return None
-        scope["browser"] = session
-        return session.caller
+        session = await look_up_session(scope, self._server().browsers)
+        return None if session is None else session.caller
 
     def _route(self, scope: Scope, served: Mapping[str, HotRoute]) -> HotRoute | None:
         """Return the route of a request, or None for requests that the application serves."""
@@ -193,7 +184,8 @@ async def _respond_error(
     """Send the response to an error, in the shape that clients of the path expect."""
     path: str = scope["path"]
     if authentication_of(path) is Authentication.BROWSER:
-        await failure(error.message, error.status)(scope, _nothing_to_receive, send)
+        page = await failure(error.message, error.status)
+        await page(scope, _nothing_to_receive, send)
         return
     if not path.startswith(chat_errors.PREFIXES):
         await respond_error(send, error, headers)

@@ -15,7 +15,7 @@ from tinkercloud_testing.serving.servers import API_KEY, Server
 
 SCRIPT = '<script>alert("x")</script>\u202e\x07'
 """A name that is an attack."""
-_FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
+FORM_TOKEN = re.compile(r'name="form_token" value="([0-9a-f]{64})"')
 
 
 class Browser:
@@ -47,7 +47,7 @@ class Browser:
 
     def form_token(self) -> str:
         """Return what the forms of the session hold."""
-        return str(_FORM_TOKEN.findall(self.get("/console/account").text)[0])
+        return str(FORM_TOKEN.findall(self.get("/console/account").text)[0])
 
 
 def link(server: Server, key: str = API_KEY) -> str:

@@ -96,6 +96,9 @@ class ChainCheck:
     def add(self, entry: AuditEntry) -> None:
         """Check the next row."""
         verdict, last = self.verdict, self.verdict.newest
+        if entry.id <= last.number:
+            self._fault(f"entry {entry.id} comes after entry {last.number}: it was inserted")
+            return
         if entry.event == REMOVED:
             verdict.removed += entry.id - last.number
         else:
@@ -109,7 +112,7 @@ class ChainCheck:
                     " it was written"
                 )
             if entry.event == RETENTION:
-                self._recorded = int(entry.details.get(REMOVED_IN_ALL, 0))
+                self._read_removal(entry)
         verdict.newest = Mark(entry.id, entry.hash)
         self._compare(last.number)
 
@@ -132,6 +135,13 @@ class ChainCheck:
         if self._mark is not None and self._mark.number > last.number:
             self._fault(f"entry {self._mark.number} is not in the log, which ends before it")
         return verdict
+
+    def _read_removal(self, entry: AuditEntry) -> None:
+        number = entry.details.get(REMOVED_IN_ALL, 0)
+        if isinstance(number, int):
+            self._recorded = number
+        else:
+            self._fault(f"entry {entry.id}: {REMOVED_IN_ALL} is {number!r}; expected a number")
 
     def _compare(self, previous: int) -> None:
         """Compare the newest row, and removed ones that it stands for, with the mark."""

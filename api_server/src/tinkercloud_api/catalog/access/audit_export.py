@@ -1,6 +1,8 @@
 """The audit log as a file that is verified without the catalog: one row of the chain per line."""
 
+import json
 from collections.abc import Iterable
+from datetime import datetime
 from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
@@ -14,7 +16,7 @@ from tinkercloud_protocol.wire.json_model import describe
 class ExportedRow(BaseModel):
     """A line of an exported audit log, as JSON: a row of the table."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     id: int
     at: AwareDatetime
@@ -28,7 +30,9 @@ class ExportedRow(BaseModel):
 
 def line_of(entry: AuditEntry) -> str:
     """Return a row as a line of an exported log, without a line break."""
-    return ExportedRow.model_validate(entry).model_dump_json()
+    row = {name: getattr(entry, name) for name in ExportedRow.model_fields}
+    # Escaped: names that are not UTF-8 have characters that pydantic's JSON refuses.
+    return json.dumps(row, separators=(",", ":"), default=datetime.isoformat)
 
 
 def verify_lines(lines: Iterable[str], mark: Mark | None) -> Verdict:
@@ -46,11 +50,16 @@ def verify_lines(lines: Iterable[str], mark: Mark | None) -> Verdict:
     check = ChainCheck(mark)
     for number, line in enumerate(lines, start=1):
         try:
-            row = ExportedRow.model_validate_json(line)
+            row = ExportedRow.model_validate(json.loads(line))
         except ValidationError as error:
-            raise InvalidRequest(
-                f"line {number}: {describe(error, 'the line')}; expected an entry as"
-                " `tinkercloud audit export` prints it"
-            ) from None
+            raise _no_row(number, describe(error, "the line")) from None
+        except (ValueError, RecursionError) as error:
+            raise _no_row(number, f"the line is not JSON ({error})") from None
         check.add(AuditEntry(**row.model_dump()))
     return check.finish(check.verdict.newest)
+
+
+def _no_row(number: int, why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"line {number}: {why}; expected an entry as `tinkercloud audit export` prints it"
+    )

@@ -127,6 +127,12 @@ class CheckpointStatements(Statements):
         query = select(Checkpoint).where(_is(path), _exists())
         return await self._one(query)
 
+    async def names_of_checkpoints(self, run_id: str, kind: CheckpointKind) -> set[str]:
+        """Return the names of a run's checkpoints of a kind that exist, including damaged ones."""
+        of_kind = and_(Checkpoint.run_id == run_id, Checkpoint.kind == str(kind))
+        async with self._reading() as db:
+            return set(await db.scalars(select(Checkpoint.name).where(of_kind, _exists())))
+
     async def is_known(self, path: CheckpointPath) -> bool:
         """Whether a checkpoint exists or is pending."""
         return await self._one(select(Checkpoint).where(_is(path))) is not None

@@ -60,6 +60,10 @@ def change_catalog(
     from tinkercloud_api.catalog.schema import tables
     from tinkercloud_protocol.wire.errors import Unavailable
 
+    for each in map(str, change.arguments):
+        if each.encode(errors="replace").decode() != each:
+            fail(f"{each!r} is not UTF-8 text; use a name that is")
+
     async def recorded(catalog: "Catalog", log: "AuditLog") -> T:
         details = _details(change, "no response yet")
         entry = await log.begin(command_owner(), None, change.event, details)

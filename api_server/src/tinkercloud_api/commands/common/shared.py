@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.config.readable import printable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -62,7 +63,8 @@ def fail(message: str) -> NoReturn:
 
     console = Console(stderr=True, emoji=False, highlight=False)
     # Not wrapped: it may have a command or a path to copy.
-    console.print(f"[red]error:[/red] {escape(message)}", soft_wrap=True)
+    shown = escape(printable(message, kept="\n"))
+    console.print(f"[red]error:[/red] {shown}", soft_wrap=True)
     raise typer.Exit(1)
 
 
@@ -85,7 +87,7 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[str(row[column]) for column in columns] for row in rows]
+    cells = [[printable(str(row[column])) for column in columns] for row in rows]
     widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
     table = Table(box=None)
     for column in columns[:-1]:

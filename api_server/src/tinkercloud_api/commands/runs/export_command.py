@@ -94,10 +94,18 @@ def export_run(
     An earlier export of the run to the same place is replaced. W&B is not contacted: `wandb sync`
     sends the folder that is printed.
     """
+    from tinkercloud_protocol.wire.errors import InvalidRequest
+    from tinkercloud_protocol.wire.ids import ModelId
+
     if tracking_uri is not None and (to == "wandb" or folder is not None):
         fail("--tracking-uri: use it with --to mlflow, and without --folder")
+    try:
+        run = str(ModelId.parse(run))
+    except InvalidRequest as error:
+        fail(f"RUN: {error.message}")
     client = _imported(to)
-    details = request("GET", base_url, api_key, path_of(run))
+    # The id decides what is deleted: it is that of the command, whatever the server says.
+    details = request("GET", base_url, api_key, path_of(run)) | {"run_id": run}
     points = points_of(request("GET", base_url, api_key, f"{path_of(run)}/curve"))
     if not points:
         fail(
@@ -167,8 +175,6 @@ def _to_wandb(
     """Write an offline run of W&B in place of those of earlier exports, and return its folder."""
     # W&B refuses colons.
     name = run["run_id"].replace(":", "-")
-    for earlier in folder.glob(f"wandb/offline-run-*-{name}"):
-        shutil.rmtree(earlier)
     folder.mkdir(parents=True, exist_ok=True)
     made = wandb.init(
         mode="offline",
@@ -186,7 +192,11 @@ def _to_wandb(
     for point in points:
         made.log({**point.values, "step": point.step, "_timestamp": point.time})
     made.finish()
-    return str(Path(made.dir).parent)
+    place = Path(made.dir).parent
+    for found in folder.glob(f"wandb/offline-run-????????_??????-{name}"):
+        if not found.samefile(place):
+            shutil.rmtree(found)
+    return str(place)
 
 
 def _properties(run: dict[str, Any]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
 )
 from tinkercloud_api.commands.run_commands import age_of, mean_text, path_of
+from tinkercloud_api.config.readable import printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,8 +35,10 @@ _RUN_COLUMNS = [
     *("run", "name", "owner", "model", "state", "step", "tokens/min", "loss", "last seen"),
     "waits for",
 ]
-_SHORTENED = {"run", "name", "owner", "model", "waits for"}
-"""Columns whose texts a narrow terminal shortens."""
+_SHORTENED = {"name", "owner", "model", "waits for"}
+"""Columns whose texts a narrow terminal shortens; ids are meant to be copied."""
+_LEFT_OUT = {150: {"name", "model", "tokens/min", "last seen"}, 100: {"owner", "waits for"}}
+"""Columns of runs that a terminal of less than some characters has no room for."""
 _PATIENCE_SECONDS = 10.0
 """Time after which a server that does not respond counts as away."""
 
@@ -152,17 +155,19 @@ def _follow(read: Callable[[], Seen]) -> None:
         while True:
             first = ""
             try:
-                tables = _tables(read())
+                tables = _tables(read(), live.console.width)
             except NoAnswerError as error:
-                first = f"trying again: {error}"
+                first = f"trying again: {printable(str(error))}"
             clock = datetime.now().astimezone().strftime("%H:%M:%S")
             live.update(Group(Text(f"{clock}  {first}"), *tables), refresh=True)
             time.sleep(WATCH_SECONDS)
 
 
-def _tables(seen: Seen) -> "list[RenderableType]":
+def _tables(seen: Seen, width: int) -> "list[RenderableType]":
     models = _table(_model_rows(seen), _MODEL_COLUMNS)
-    return [seen.counts, models, _table(_run_rows(seen), _RUN_COLUMNS)]
+    omitted = {name for least, names in _LEFT_OUT.items() if width < least for name in names}
+    columns = [column for column in _RUN_COLUMNS if column not in omitted]
+    return [seen.counts, models, _table(_run_rows(seen), columns)]
 
 
 def _table(rows: Sequence[dict[str, object]], columns: Sequence[str]) -> "Table":
@@ -170,11 +175,14 @@ def _table(rows: Sequence[dict[str, object]], columns: Sequence[str]) -> "Table"
     from rich.text import Text
 
     table = Table(box=None)
-    for column in columns:
-        # A table that is too wide takes the space from the columns that may wrap.
-        table.add_column(column, no_wrap=column not in _SHORTENED)
-    for row in rows:
-        texts = (str(row[column]) for column in columns)
+    cells = [[printable(str(row[column])) for column in columns] for row in rows]
+    widths = (max(map(len, texts)) for texts in zip(columns, *cells, strict=True))
+    for column, width in zip(columns, widths, strict=True):
+        # A table that is too wide takes the space from the columns without a minimum.
+        least = None if column in _SHORTENED else width
+        head = Text(column, no_wrap=True, overflow="ellipsis")
+        table.add_column(head, no_wrap=least is not None, min_width=least)
+    for texts in cells:
         table.add_row(*(Text(text, no_wrap=True, overflow="ellipsis") for text in texts))
     return table
 

@@ -21,7 +21,8 @@ _SAVE = "save its state now: tinkercloud runs save {run}"
 _REMEDIES = {
     "lost": "continue it from a checkpoint: tinkercloud runs attach {run}",
     "unknown": "look at the checkpoint store and the disk of the server, which do not respond",
-    "paused_capacity": "end a run that nobody needs (tinkercloud runs stop), or add memory",
+    "paused_capacity": "end a run that nobody needs (tinkercloud runs stop), or raise the limit or"
+    " the memory that the reason names",
     "paused_rate_limit": "wait, or ask an admin for more tokensPerMinute",
 }
 

@@ -4,6 +4,7 @@
 running heads remember. It is in the Trace Event Format, which https://ui.perfetto.dev opens.
 """
 
+import asyncio
 from collections.abc import Iterable, Iterator
 
 import orjson
@@ -43,7 +44,7 @@ async def download_trace(token: str, server: Server) -> Response:
     own = [head for head in heads if head is not None]
     spans = await server.shared_heads.spans(session_id, own)
     return Response(
-        trace_of(spans),
+        await asyncio.to_thread(trace_of, spans),
         media_type=JSON,
         headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
     )
