@@ -429,9 +429,16 @@ class LocalHead:
 
 
 def _head_environment() -> Mapping[str, str]:
-    # Idle OpenMP threads must sleep: on a small machine, spinning threads starve the server and
-    # each other.
-    defaults = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+    defaults = {
+        # Idle OpenMP threads must sleep: on a small machine, spinning threads starve the server and
+        # each other.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        # oneDNN and torch's bridge to it each keep the kernels of 1,024 shapes by default, which
+        # take half a gigabyte once texts of many lengths were computed.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+        "LRU_CACHE_CAPACITY": "128",
+    }
     own = {name for name in os.environ if name.startswith("TINKERCLOUD_")}
     return defaults | {name: value for name, value in os.environ.items() if name not in own}
 
