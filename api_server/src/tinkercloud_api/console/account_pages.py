@@ -27,13 +27,13 @@ router = page_router()
 
 
 class _Member(project_routes.SetMember):
-    """What the form of a member holds."""
+    """The fields of the form for a member."""
 
     owner: Name
 
 
 class _FormerMember(WireModel):
-    """What the form that removes a member holds."""
+    """The fields of the form that removes a member."""
 
     owner: Name
 

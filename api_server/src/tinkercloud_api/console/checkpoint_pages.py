@@ -39,11 +39,11 @@ class ListedCheckpoints:
     """The checkpoints of a run."""
 
     saved: Sequence[CheckpointInfo]
-    """The newest of those that clients have saved, newest first."""
+    """The most recent checkpoints that clients saved, newest first."""
     total: int
-    """Number of all that clients have saved."""
+    """Number of all checkpoints that clients saved."""
     steps: Mapping[str, int]
-    """Steps by path, as far as they are known."""
+    """Step of each checkpoint by path, where known."""
     automatic: Sequence[RunCheckpoint]
     """Those of the head, newest first."""
 
@@ -66,7 +66,7 @@ async def listed(run: RunDetails, server: Context) -> ListedCheckpoints:
 
 
 class _Lifetime(BaseModel):
-    """What the form about a checkpoint's lifetime holds."""
+    """The fields of the form for a checkpoint's lifetime."""
 
     days: Annotated[int, Field(ge=1, le=3650)]
 
@@ -75,7 +75,7 @@ class _Lifetime(BaseModel):
 async def download_checkpoint(
     run_id: str, checkpoint_id: str, request: Request, server: Server, session: Session
 ) -> Response:
-    """Lead to the signed URL of a checkpoint as a tar file."""
+    """Redirect to the signed URL of a checkpoint as a tar file."""
     path = CheckpointPath.of_checkpoint_id(run_id, checkpoint_id)
     base_url = download_routes.base_url(request, server)
     answer = await server.downloads.archive_url(path, session.caller, base_url)

@@ -1,4 +1,4 @@
-"""What all pages of the console share: their session, their forms, their frame and their errors."""
+"""Shared by all pages of the console: sessions, forms, layout and errors."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -246,7 +246,7 @@ async def failure(message: str, status: int) -> HTMLResponse:
 
 
 def lead_to(path: str) -> Response:
-    """Return what leads a browser to a page, after a form.
+    """Return a redirect to a page, after a form.
 
     Args:
         path: the path of the page below the console's.

@@ -35,7 +35,7 @@ _BLANK = {
     "max_tokens": "64",
     "temperature": "1",
 }
-"""What the form shows before it is sent."""
+"""Initial values of the form."""
 
 router = page_router()
 
@@ -46,7 +46,7 @@ def _with_line_feeds(text: str) -> str:
 
 
 class _Question(BaseModel):
-    """What the form holds."""
+    """The fields of the form."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -78,7 +78,7 @@ class _Question(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a model has answered."""
+    """The answer of a model, or the reason for its absence."""
 
     model: str
     text: str = ""
@@ -126,7 +126,7 @@ async def _shown(
 
 
 async def _answer(model: str, question: _Question, server: Context, caller: Principal) -> _Answer:
-    """Return what a model answers, or why it does not."""
+    """Return the answer of a model, or the reason for its absence."""
     seconds = min(_SECONDS, server.settings.sample_wait_seconds)
     try:
         async with asyncio.timeout(seconds):

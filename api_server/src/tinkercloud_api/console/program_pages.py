@@ -1,4 +1,4 @@
-"""The pages about programs: how far each is, what it prints, and stopping it."""
+"""The pages about programs: progress, output, and stopping them."""
 
 from typing import Annotated
 

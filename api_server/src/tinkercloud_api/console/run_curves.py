@@ -1,4 +1,4 @@
-"""What the page of a run shows of its curve: some of its steps, as charts and as a table."""
+"""The curve on the page of a run: a range of its steps, as charts and as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Zoom:
 
 @dataclass(frozen=True, slots=True)
 class ShownCurve:
-    """What a page shows."""
+    """The content of a page."""
 
     zoom: Zoom
     points: Sequence[RunCurvePoint]
@@ -98,7 +98,7 @@ def _within(zoom: Zoom, places: Iterable[Place]) -> list[Place]:
 
 
 def _logged(curve: RunCurve) -> dict[str, list[Place]]:
-    """Return what the client of a run has logged, by name."""
+    """Return the values that the client of a run logged, by name."""
     return {
         name: [(value.step, _as_point(name, value)) for value in values]
         for name, values in curve.logged.items()

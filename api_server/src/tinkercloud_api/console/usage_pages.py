@@ -1,4 +1,4 @@
-"""The page about what was used, and what it costs."""
+"""The page about usage and its cost."""
 
 from datetime import date, timedelta
 from typing import Annotated
@@ -23,7 +23,7 @@ router = page_router()
 async def show_usage(
     server: Server, session: Session, month: Annotated[str | None, Query(max_length=7)] = None
 ) -> Response:
-    """Show what was used in a month by project, and by owner and day, and what checkpoints occupy.
+    """Show the usage of a month by project, by owner and by day, and the size of checkpoints.
 
     Args:
         server: the server.

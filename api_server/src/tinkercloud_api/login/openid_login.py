@@ -52,7 +52,7 @@ _NAMES: TypeAdapter[str] = TypeAdapter(Name)
 
 
 class Purpose(StrEnum):
-    """What an account authenticates for. The state of the flow starts with it.
+    """The purpose of a login. The state of the flow starts with it.
 
     Authlib accepts a state only if the browser's signed cookie has it, so the provider's answer for
     one purpose can't be used for another.
@@ -68,7 +68,7 @@ class Purpose(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a browser has authenticated for."""
+    """The outcome of a login."""
 
     purpose: Purpose
     owner: str
@@ -248,7 +248,7 @@ class Logins:
         log.info("logged out", owner=owner)
 
     async def _authenticated(self, request: Request) -> tuple[Purpose, Mapping[str, Any]]:
-        """Return what an account has authenticated for at the provider, and its claims."""
+        """Return the purpose of a login at the provider, and the claims of the account."""
         try:
             purpose = Purpose(request.query_params.get("state", "").partition(".")[0])
             client = await self._provider()

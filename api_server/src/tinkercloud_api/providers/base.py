@@ -158,7 +158,7 @@ class SessionProvider(Protocol):
         return None
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
-        """Return what uses the pool of a model; None if its runs share none."""
+        """Return the use of a model's pool; None if its runs share none."""
         return None
 
     def shared_heads(self) -> list[HeadEndpoint]:

@@ -188,7 +188,7 @@ OPENING: tuple[Step[Opened], ...] = (
         lambda o: server_acts.register_bootstrap_key(o.catalog, o.audit_log, o.settings),
     ),
 )
-"""Steps before the components exist, as these read the catalog; in order."""
+"""Steps before the components are made, which read the catalog; in order."""
 
 
 async def _serve_metrics(server: Server) -> None:
@@ -232,7 +232,7 @@ STARTUP: tuple[Step[Server], ...] = (
     Step("open the logins", _open_logins),
     Step("start the session heads", _start_heads),
 )
-"""The first steps, in order. If one fails, nothing runs yet that `SHUTDOWN` would stop."""
+"""The first steps, in order. If one fails, there is nothing yet for `SHUTDOWN` to stop."""
 WITH_HEADS: tuple[Step[Server], ...] = (
     Step("serve the added models", lambda s: s.context.base_models.start()),
     Step("start deliveries", _start_deliveries),
@@ -251,14 +251,14 @@ SHUTDOWN: tuple[Step[Server], ...] = (
 )
 """Steps after the last request and after the end of `TASKS`, in order.
 
-What has not been started yet is stopped all the same.
+They accept components that were never started.
 """
 CLOSING: tuple[Step[Server], ...] = (
     Step("close the connections to heads", lambda s: s.client.close()),
     Step("close the catalog", lambda s: s.context.catalog.close()),
     Step("stop serving the metrics", lambda s: s.metrics.stop()),
 )
-"""Steps after `SHUTDOWN`, in order, which also a server takes whose startup has failed."""
+"""Steps after `SHUTDOWN`, in order; they also run if the startup failed."""
 
 
 async def opened(settings: Settings) -> Opened:

@@ -75,9 +75,9 @@ class HotRoute:
     summary: str | None = None
     """In the OpenAPI document; None: it is not in there."""
     prefix: str | None = None
-    """Begins all paths that fit the pattern, if `path` is one."""
+    """Prefix of the paths that match the pattern, if `path` is one."""
     recorded_action: str | None = None
-    """What paths of recorded sessions end with that fit the pattern, if `path` is one."""
+    """Last part of the paths of recorded sessions that match the pattern, if `path` is one."""
     body: type[BaseModel] | None = None
     """The body, if it is neither a batch nor that of a chat client."""
     takes_key: bool = False
@@ -90,7 +90,7 @@ class SampleOfWeights(SampleRequest, NamedWeights):
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What is served at a path outside FastAPI."""
+    """The routes at a path outside FastAPI."""
 
     by_method: Mapping[str, HotRoute]
     recorded: RecordedPath | None = None

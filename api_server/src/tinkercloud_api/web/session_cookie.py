@@ -11,7 +11,7 @@ _NAME = "tinkercloud-console"
 
 
 def session_token(scope: Scope) -> str | None:
-    """Return what the cookie of a browser's session holds; None if there is none."""
+    """Return the token in the cookie of a browser's session; None without a cookie."""
     return HTTPConnection(scope).cookies.get(_NAME)
 
 

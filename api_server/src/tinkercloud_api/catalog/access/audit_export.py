@@ -38,7 +38,7 @@ def line_of(entry: AuditEntry) -> str:
 def verify_lines(lines: Iterable[str], mark: Mark | None) -> Verdict:
     """Check that no row of an exported log was changed, inserted or removed.
 
-    Only a mark tells whether rows are missing at its end.
+    Rows missing from the end of the file are detected only if `mark` is given.
 
     Args:
         lines: the file's lines, in their order.

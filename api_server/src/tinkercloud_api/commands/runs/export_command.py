@@ -104,7 +104,8 @@ def export_run(
     except InvalidRequest as error:
         fail(f"RUN: {error.message}")
     client = _imported(to)
-    # The id decides what is deleted: it is that of the command, whatever the server says.
+    # Earlier exports are deleted by this id, so the one from the command line is used, not the
+    # one in the response.
     details = request("GET", base_url, api_key, path_of(run)) | {"run_id": run}
     points = points_of(request("GET", base_url, api_key, f"{path_of(run)}/curve"))
     if not points:
@@ -172,7 +173,7 @@ def _to_wandb(
     folder: Path,
     project: str,
 ) -> str:
-    """Write an offline run of W&B in place of those of earlier exports, and return its folder."""
+    """Write an offline W&B run, delete earlier exports of it, and return its folder."""
     # W&B refuses colons.
     name = run["run_id"].replace(":", "-")
     folder.mkdir(parents=True, exist_ok=True)

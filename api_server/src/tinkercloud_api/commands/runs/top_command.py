@@ -48,7 +48,7 @@ Loss = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a server has returned."""
+    """The responses of a server."""
 
     base_models: list[dict[str, Any]]
     problems: list[dict[str, Any]]

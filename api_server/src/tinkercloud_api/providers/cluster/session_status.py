@@ -70,7 +70,7 @@ class BaseModelView:
     spec: BaseModelSpec
     is_offered: bool
     pool: PoolUse | None
-    """What uses its pool, as the operator has last written it."""
+    """The use of its pool, as last written by the operator."""
 
 
 @dataclass(frozen=True, slots=True)
