@@ -269,7 +269,7 @@ class Observed:
     now: datetime
 
     @property
-    def is_member(self) -> bool:
+    def is_in_pool(self) -> bool:
         """Whether a pool cluster or a taken spare serves it, so that it needs no pods."""
         return self.session.spec.sharing == "Shared" or self.session.spec.pool_cluster is not None
 

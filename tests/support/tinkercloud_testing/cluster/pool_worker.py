@@ -17,7 +17,7 @@ from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.errors import NotFound
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.pool.pool_facts import is_member
+from tinkercloud_operator.decide.pool.pool_facts import is_in_pool
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
@@ -85,7 +85,7 @@ class _PoolWorker:
     async def _accept(self, kind: str, manifest: Manifest) -> None:
         """Accept a run, as the worker of sessions does."""
         name = manifest["metadata"]["name"]
-        if kind != "TrainingSession" or not is_member(manifest) or name in self.is_accepted:
+        if kind != "TrainingSession" or not is_in_pool(manifest) or name in self.is_accepted:
             return
         self.is_accepted.add(name)
         patch = {"metadata": {"finalizers": [labels.FINALIZER]}}

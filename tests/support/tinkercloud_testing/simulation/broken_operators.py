@@ -64,8 +64,8 @@ def _counts_no_slots() -> Break:
 
 def _moves_a_run_before_its_head_has_left_it() -> Break:
     def plan(facts: PoolFacts) -> Any:
-        members = [replace(each, has_left=True) for each in facts.members]
-        return pool_plans.plan_pool(replace(facts, members=members))
+        sessions = [replace(each, has_left=True) for each in facts.sessions]
+        return pool_plans.plan_pool(replace(facts, sessions=sessions))
 
     return patch("tinkercloud_operator.run.pool.pool_runner.plan_pool", plan)
 

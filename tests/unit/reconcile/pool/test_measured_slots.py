@@ -302,9 +302,9 @@ def test_a_run_without_room_that_its_head_cannot_give_away_says_both() -> None:
     there, memory = two_on_a_head_of_one(b=a_full_head(room_for_ranks=200))
     facts = facts_of(*there, a_cluster("b"), measured=memory)
     refusal = Refusal("the store is full", NOW + timedelta(seconds=60))
-    members = [replace(each, refusal=refusal) for each in facts.members]
+    sessions = [replace(each, refusal=refusal) for each in facts.sessions]
 
-    plan = plan_pool(replace(facts, members=members))
+    plan = plan_pool(replace(facts, sessions=sessions))
 
     assert (plan.moves.start, plan.create) == ({}, ())
     assert "has no room" in plan.waiting["two"]

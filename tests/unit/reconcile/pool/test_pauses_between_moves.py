@@ -31,8 +31,8 @@ def pause(attempts: int, *, is_refused: bool = True) -> float | None:
         failed={("run", "head"): FailedSave("full", attempts, NOW, is_refused)},
         now=NOW,
     )
-    [member] = facts.members
-    return None if member.refusal is None else (member.refusal.until - NOW).total_seconds()
+    [session] = facts.sessions
+    return None if session.refusal is None else (session.refusal.until - NOW).total_seconds()
 
 
 def test_pauses_grow_to_a_quarter_of_an_hour() -> None:

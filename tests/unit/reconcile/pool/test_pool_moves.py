@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts, Refusal
+from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession, Refusal
 from tinkercloud_operator.decide.pool.pool_moves import MAX_MOVES, Moves, is_emptied
 from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool
 
@@ -33,18 +33,18 @@ def a_cluster(name: str, **fields: Any) -> Cluster:
     return replace(ready, **fields)
 
 
-def a_member(name: str, cluster: str, *, age: float = 5000, **fields: Any) -> Member:
+def a_session(name: str, cluster: str, *, age: float = 5000, **fields: Any) -> PoolSession:
     since = NOW - timedelta(seconds=age)
-    placed = Member(name, "ada", cluster, since, model_id=f"{name}:train:0")
+    placed = PoolSession(name, "ada", cluster, since, model_id=f"{name}:train:0")
     return replace(placed, **fields)
 
 
-def members(cluster: str, number: int, **fields: Any) -> list[Member]:
-    return [a_member(f"{cluster}-run-{index}", cluster, **fields) for index in range(number)]
+def sessions(cluster: str, number: int, **fields: Any) -> list[PoolSession]:
+    return [a_session(f"{cluster}-run-{index}", cluster, **fields) for index in range(number)]
 
 
 def plan(
-    clusters: Sequence[Cluster], on_them: Sequence[Member], pool: Pool | None = POOL
+    clusters: Sequence[Cluster], on_them: Sequence[PoolSession], pool: Pool | None = POOL
 ) -> PoolPlan:
     return plan_pool(PoolFacts("pool", pool, clusters, on_them, NOW))
 
@@ -52,10 +52,10 @@ def plan(
 def test_the_runs_of_a_drained_cluster_are_moved_and_then_it_is_deleted() -> None:
     drained, other = a_cluster("a", is_draining=True), a_cluster("b")
 
-    first = plan([drained, other], members("a", 2))
-    asked = plan([drained, other], members("a", 2, moving_to="b"))
-    given = plan([drained, other], members("a", 2, moving_to="b", has_left=True))
-    empty = plan([drained, other], members("b", 2))
+    first = plan([drained, other], sessions("a", 2))
+    asked = plan([drained, other], sessions("a", 2, moving_to="b"))
+    given = plan([drained, other], sessions("a", 2, moving_to="b", has_left=True))
+    empty = plan([drained, other], sessions("b", 2))
 
     assert first.moves.start == {"a-run-0": "b", "a-run-1": "b"}
     assert (asked.moves.start, asked.moves.ask) == ({}, ("a-run-0", "a-run-1"))
@@ -64,7 +64,7 @@ def test_the_runs_of_a_drained_cluster_are_moved_and_then_it_is_deleted() -> Non
     assert [each.delete for each in (first, asked, given, empty)] == [(), (), (), ("a",)]
 
 
-def emptied(clusters: Sequence[Cluster], on_them: Sequence[Member]) -> bool:
+def emptied(clusters: Sequence[Cluster], on_them: Sequence[PoolSession]) -> bool:
     facts = PoolFacts("pool", POOL, clusters, on_them, NOW)
     return is_emptied(facts, plan_pool(facts).moves, "a")
 
@@ -72,27 +72,27 @@ def emptied(clusters: Sequence[Cluster], on_them: Sequence[Member]) -> bool:
 def test_the_runs_of_a_cluster_on_a_cordoned_node_are_moved_before_it_is_suspended() -> None:
     clusters = [a_cluster("a", is_cordoned=True), a_cluster("b")]
 
-    first, asked = plan(clusters, members("a", 2)), members("a", 2, moving_to="b")
+    first, asked = plan(clusters, sessions("a", 2)), sessions("a", 2, moving_to="b")
 
     assert first.moves.start == {"a-run-0": "b", "a-run-1": "b"}
     assert (first.create, first.delete) == ((), ())
-    assert emptied(clusters, members("a", 2))
+    assert emptied(clusters, sessions("a", 2))
     assert emptied(clusters, asked)
     assert emptied(clusters, [replace(each, has_left=True) for each in asked])
-    assert not emptied(clusters, members("b", 2))
+    assert not emptied(clusters, sessions("b", 2))
 
 
 def test_a_cluster_on_a_cordoned_node_is_suspended_if_the_others_have_no_room() -> None:
-    clusters, runs = [a_cluster("a", is_cordoned=True), a_cluster("b")], members("a", 2)
+    clusters, runs = [a_cluster("a", is_cordoned=True), a_cluster("b")], sessions("a", 2)
 
-    assert not emptied(clusters, [*runs, *members("b", POOL.slots)])
+    assert not emptied(clusters, [*runs, *sessions("b", POOL.slots)])
     assert not emptied([clusters[0], a_cluster("b", is_ready=False)], runs)
     assert not emptied([clusters[0], a_cluster("b", is_cordoned=True)], runs)
-    assert emptied(clusters, [*runs, *members("b", POOL.slots - 1)])
+    assert emptied(clusters, [*runs, *sessions("b", POOL.slots - 1)])
 
 
 def test_no_session_is_placed_on_a_cluster_that_leaves_a_cordoned_node() -> None:
-    waiting = a_member("new", "gone")
+    waiting = a_session("new", "gone")
 
     placed = plan([a_cluster("a", is_cordoned=True), a_cluster("b")], [waiting])
 
@@ -102,12 +102,12 @@ def test_no_session_is_placed_on_a_cluster_that_leaves_a_cordoned_node() -> None
 
 def test_a_changed_base_model_starts_a_new_cluster_before_runs_leave_the_old_one() -> None:
     old = a_cluster("pool-0", is_outdated=True)
-    runs = members("pool-0", 3)
+    runs = sessions("pool-0", 3)
 
     first = plan([old], runs)
     starting = plan([old, a_cluster("pool-1", is_ready=False)], runs)
     ready = plan([old, a_cluster("pool-1")], runs)
-    left = plan([old, a_cluster("pool-1")], members("pool-1", 3))
+    left = plan([old, a_cluster("pool-1")], sessions("pool-1", 3))
 
     assert (first.create, first.delete, first.moves.start) == (("pool-1",), (), {})
     assert (starting.create, starting.delete, starting.moves.start) == ((), (), {})
@@ -117,7 +117,7 @@ def test_a_changed_base_model_starts_a_new_cluster_before_runs_leave_the_old_one
 
 def test_only_a_few_runs_are_moved_at_the_same_time() -> None:
     pool = POOL.model_copy(update={"slots_per_cluster": 16})
-    runs = members("a", 10)
+    runs = sessions("a", 10)
 
     started = plan([a_cluster("a", is_draining=True), a_cluster("b")], runs, pool)
     moving = [replace(each, moving_to=started.moves.start.get(each.name)) for each in runs]
@@ -140,7 +140,7 @@ def test_only_a_few_runs_are_moved_at_the_same_time() -> None:
 def test_an_almost_empty_cluster_is_emptied_into_others_that_have_room(
     on_b: int, fields: dict[str, float], is_emptied: bool
 ) -> None:
-    runs = [*members("a", 1), *(a_member(f"b-{i}", "b", **fields) for i in range(on_b))]
+    runs = [*sessions("a", 1), *(a_session(f"b-{i}", "b", **fields) for i in range(on_b))]
 
     moves = plan([a_cluster("a"), a_cluster("b")], runs).moves
 
@@ -150,7 +150,7 @@ def test_an_almost_empty_cluster_is_emptied_into_others_that_have_room(
 def test_a_cluster_that_the_pool_must_have_is_not_emptied() -> None:
     pool = POOL.model_copy(update={"min_clusters": 2})
 
-    moves = plan([a_cluster("a"), a_cluster("b")], members("a", 1), pool).moves
+    moves = plan([a_cluster("a"), a_cluster("b")], sessions("a", 1), pool).moves
 
     assert moves.start == {}
 
@@ -158,7 +158,7 @@ def test_a_cluster_that_the_pool_must_have_is_not_emptied() -> None:
 def test_a_run_gets_another_target_if_the_first_one_ends_meanwhile() -> None:
     clusters = [a_cluster("a", is_draining=True), a_cluster("b", is_stopping=True), a_cluster("c")]
 
-    moves = plan(clusters, members("a", 1, moving_to="b", has_left=True)).moves
+    moves = plan(clusters, sessions("a", 1, moving_to="b", has_left=True)).moves
 
     assert (moves.start, moves.arrive) == ({"a-run-0": "c"}, {})
 
@@ -167,8 +167,8 @@ def test_a_run_whose_target_is_lost_returns_if_there_is_no_other() -> None:
     source, full = a_cluster("a", is_draining=True), a_cluster("c")
 
     def moves(moving_to: str | None = "b", **fields: bool) -> Moves:
-        run = a_member("run", "a", moving_to=moving_to, **fields)
-        return plan([source, full], [run, *members("c", POOL.slots)]).moves
+        run = a_session("run", "a", moving_to=moving_to, **fields)
+        return plan([source, full], [run, *sessions("c", POOL.slots)]).moves
 
     for has_left in (False, True):
         lost = moves(has_left=has_left)
@@ -184,7 +184,7 @@ def test_a_run_whose_target_is_lost_returns_if_there_is_no_other() -> None:
 def test_a_run_that_returns_is_moved_on_if_there_is_room_meanwhile() -> None:
     clusters = [a_cluster("a", is_draining=True), a_cluster("b")]
 
-    moves = plan(clusters, members("a", 1, moving_to="a")).moves
+    moves = plan(clusters, sessions("a", 1, moving_to="a")).moves
 
     assert (moves.start, moves.take_back) == ({"a-run-0": "b"}, ())
 
@@ -194,13 +194,13 @@ def test_a_drained_target_is_deleted_when_the_runs_on_their_way_to_it_return() -
     pool = POOL.model_copy(update={"max_clusters": 2})
     clusters = [a_cluster("a", is_draining=True), a_cluster("b", is_draining=True)]
 
-    made = plan(clusters, members("a", 1, moving_to="b", has_left=True), pool)
+    made = plan(clusters, sessions("a", 1, moving_to="b", has_left=True), pool)
 
     assert (made.moves.start, made.delete) == ({"a-run-0": "a"}, ("b",))
 
 
 def test_a_run_waits_for_another_target_while_its_own_cluster_does_not_serve_either() -> None:
-    run = a_member("run", "a", moving_to="b", has_left=True)
+    run = a_session("run", "a", moving_to="b", has_left=True)
 
     made = plan([a_cluster("a", is_ready=False)], [run])
 
@@ -208,12 +208,12 @@ def test_a_run_waits_for_another_target_while_its_own_cluster_does_not_serve_eit
 
 
 def test_a_cluster_on_a_cordoned_node_is_suspended_with_the_runs_that_return() -> None:
-    assert not emptied([a_cluster("a", is_cordoned=True)], members("a", 1, moving_to="b"))
-    assert not emptied([a_cluster("a", is_cordoned=True)], members("a", 1, moving_to="a"))
+    assert not emptied([a_cluster("a", is_cordoned=True)], sessions("a", 1, moving_to="b"))
+    assert not emptied([a_cluster("a", is_cordoned=True)], sessions("a", 1, moving_to="a"))
 
 
 def test_a_run_whose_cluster_is_gone_while_it_is_moved_is_placed_on_its_target() -> None:
-    runs = [*members("b", 3), *members("gone", 1, moving_to="b")]
+    runs = [*sessions("b", 3), *sessions("gone", 1, moving_to="b")]
 
     placed = plan([a_cluster("b")], runs)
 
@@ -221,7 +221,7 @@ def test_a_run_whose_cluster_is_gone_while_it_is_moved_is_placed_on_its_target()
 
 
 def test_samplers_are_moved_without_asking_their_head() -> None:
-    sampler = replace(a_member("s", "a", moving_to="b"), model_id=None, has_left=True)
+    sampler = replace(a_session("s", "a", moving_to="b"), model_id=None, has_left=True)
 
     moves = plan([a_cluster("a", is_draining=True), a_cluster("b")], [sampler]).moves
 
@@ -233,7 +233,7 @@ def test_a_run_that_its_head_could_not_give_away_stays_until_it_is_asked_again()
     now, later = (Refusal("the store is full", NOW + timedelta(seconds=60 * n)) for n in (1, 0))
 
     def moves(**fields: Any) -> Moves:
-        return plan(clusters, [a_member("run", "a", **fields)]).moves
+        return plan(clusters, [a_session("run", "a", **fields)]).moves
 
     refused = moves(moving_to="b", refusal=now)
     assert (refused.cancel, refused.ask) == (("run",), ())
@@ -248,10 +248,10 @@ def test_a_run_that_its_head_could_not_give_away_stays_until_it_is_asked_again()
 
 def test_runs_that_could_not_be_given_away_do_not_delay_the_others() -> None:
     pool = POOL.model_copy(update={"slots_per_cluster": 16})
-    refused = members("a", MAX_MOVES, refusal=Refusal("no", NOW + timedelta(seconds=1)))
+    refused = sessions("a", MAX_MOVES, refusal=Refusal("no", NOW + timedelta(seconds=1)))
     clusters = [a_cluster("a", is_draining=True), a_cluster("b")]
 
-    moves = plan(clusters, [*refused, a_member("other", "a")], pool).moves
+    moves = plan(clusters, [*refused, a_session("other", "a")], pool).moves
 
     assert moves.start == {"other": "b"}
 
@@ -260,7 +260,7 @@ def test_runs_that_could_not_be_given_away_do_not_delay_the_others() -> None:
 class Run:
     """A run, and where its model is."""
 
-    member: Member
+    session: PoolSession
     live_on: str | None = None
     """The cluster whose head has its model in memory; None if it is in the store, or not created
     yet."""
@@ -286,7 +286,7 @@ class World:
 
     def facts(self) -> PoolFacts:
         clusters = [self.measured(each) for each in self.clusters.values()]
-        runs = [each.member for each in self.runs.values()]
+        runs = [each.session for each in self.runs.values()]
         return PoolFacts("pool", self.pool, clusters, runs, self.now)
 
     def measured(self, cluster: Cluster) -> Cluster:
@@ -331,22 +331,22 @@ class World:
         run = self.runs[name]
         if target is None:
             # Its requests are sent to the head of its cluster from now on.
-            assert run.refused_by != run.member.cluster
-            run.member = replace(run.member, has_left=False, is_back=False)
-        run.member = replace(run.member, moving_to=target)
+            assert run.refused_by != run.session.cluster
+            run.session = replace(run.session, has_left=False, is_back=False)
+        run.session = replace(run.session, moving_to=target)
 
     def ask(self, name: str, what: str) -> None:
         if name not in self.asked:
             self.asked[name] = what
             run = self.runs[name]
-            run.member = replace(run.member, has_left=False, is_back=False)
+            run.session = replace(run.session, has_left=False, is_back=False)
 
     def place(self, name: str, cluster: str) -> None:
         run = self.runs[name]
         # The run would be lost: the new cluster's head would find nothing in the store.
         assert run.live_on is None or run.live_on not in self.clusters
-        run.member = replace(
-            run.member,
+        run.session = replace(
+            run.session,
             cluster=cluster,
             moving_to=None,
             has_left=False,
@@ -357,7 +357,7 @@ class World:
         self.asked.pop(name, None)
 
     def delete(self, name: str) -> None:
-        used = {run.member.cluster for run in self.runs.values()}
+        used = {run.session.cluster for run in self.runs.values()}
         assert self.clusters[name].has_failed or name not in used
         self.clusters[name] = replace(self.clusters[name], is_stopping=True, is_ready=False)
 
@@ -370,33 +370,33 @@ class World:
         """Check that no slot is taken twice."""
         taken: Counter[str] = Counter()
         for run in self.runs.values():
-            wanted = {run.member.cluster, run.member.moving_to} & self.clusters.keys()
+            wanted = {run.session.cluster, run.session.moving_to} & self.clusters.keys()
             taken.update(str(each) for each in wanted)
         assert all(number <= self.pool.slots for number in taken.values())
 
     def heads_answer(self) -> None:
         """Let heads resume the models of their runs, and give away those that they were asked."""
         for name, run in self.runs.items():
-            member = run.member
-            here = self.clusters.get(member.cluster or "")
+            session = run.session
+            here = self.clusters.get(session.cluster or "")
             if here is None or not here.is_ready:
                 continue
             did = self.asked.pop(name, None)
             if did == "give" and self.store_is_down and run.live_on == here.name:
                 until = self.now + timedelta(seconds=60)
-                run.member = replace(member, refusal=Refusal("the store is down", until))
+                run.session = replace(session, refusal=Refusal("the store is down", until))
             elif did is not None:
                 stays = did == "take" and self.has_room(here.name, name)
                 run.live_on = here.name if stays else None
                 run.refused_by = here.name if did == "give" else None
                 has_left = did == "give"
-                run.member = replace(
-                    member,
+                run.session = replace(
+                    session,
                     has_left=has_left,
                     is_back=not has_left,
-                    refusal=None if has_left else member.refusal,
+                    refusal=None if has_left else session.refusal,
                 )
-            elif member.moving_to is None and self.has_room(here.name, name):
+            elif session.moving_to is None and self.has_room(here.name, name):
                 run.live_on = here.name
 
     def happen(self, event: str, number: int) -> None:
@@ -407,7 +407,7 @@ class World:
             name = f"run-{self.num_runs}"
             self.num_runs += 1
             owner = f"owner-{number % 3}"
-            self.runs[name] = Run(Member(name, owner, None, self.now, model_id=name))
+            self.runs[name] = Run(PoolSession(name, owner, None, self.now, model_id=name))
         elif event == "end" and self.runs:
             del self.runs[sorted(self.runs)[number % len(self.runs)]]
         elif event == "time":
@@ -431,7 +431,7 @@ class World:
         """Start another operator, which does not know what heads were asked and have done."""
         self.asked.clear()
         for run in self.runs.values():
-            run.member = replace(run.member, has_left=False, is_back=False, refusal=None)
+            run.session = replace(run.session, has_left=False, is_back=False, refusal=None)
 
     def happen_to(self, name: str, event: str) -> None:
         cluster = self.clusters[name]
@@ -454,7 +454,7 @@ class World:
     def settle(self) -> None:
         """Let everything that was started end, once the store works and pauses are over."""
         self.store_is_down = False
-        refusals = [run.member.refusal for run in self.runs.values()]
+        refusals = [run.session.refusal for run in self.runs.values()]
         self.now = max([self.now, *(each.until for each in refusals if each is not None)])
         before = None
         for _ in range(200):
@@ -505,8 +505,8 @@ def test_in_no_history_is_a_run_lost_or_a_slot_taken_twice_and_all_moves_end(
 
     world.settle()
 
-    assert [run.member.moving_to for run in world.runs.values()] == [None] * len(world.runs)
+    assert [run.session.moving_to for run in world.runs.values()] == [None] * len(world.runs)
     last = world.plan()
     assert (last.create, last.delete, last.places, last.moves.start) == ((), (), {}, {})
     for run in world.runs.values():
-        assert run.member.name in last.waiting or run.live_on == run.member.cluster
+        assert run.session.name in last.waiting or run.live_on == run.session.cluster

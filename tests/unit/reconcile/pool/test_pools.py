@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession
 from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool, pool_status
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -33,16 +33,16 @@ def a_cluster(name: str, *, is_ready: bool = True, unused_seconds: float = 0) ->
     return Cluster(name, is_ready, is_stopping=False, unused_since=ago(unused_seconds))
 
 
-def a_member(
+def a_session(
     name: str, cluster: str | None = None, *, owner: str = "ada", waited_seconds: float = 0
-) -> Member:
-    return Member(name, owner, cluster, ago(waited_seconds), model_id=f"{name}:train:0")
+) -> PoolSession:
+    return PoolSession(name, owner, cluster, ago(waited_seconds), model_id=f"{name}:train:0")
 
 
 def facts(
-    *clusters: Cluster, members: Sequence[Member] = (), pool: Pool | None = POOL
+    *clusters: Cluster, sessions: Sequence[PoolSession] = (), pool: Pool | None = POOL
 ) -> PoolFacts:
-    return PoolFacts("pool-tiny", pool, clusters, members, NOW)
+    return PoolFacts("pool-tiny", pool, clusters, sessions, NOW)
 
 
 def executed(before: PoolFacts, plan: PoolPlan) -> PoolFacts:
@@ -61,13 +61,13 @@ def executed(before: PoolFacts, plan: PoolPlan) -> PoolFacts:
             if each.name in {*to, *plan.moves.cancel}
             else plan.moves.start.get(each.name, each.moving_to),
         )
-        for each in before.members
+        for each in before.sessions
     ]
-    return replace(before, clusters=[*stopped, *started], members=placed)
+    return replace(before, clusters=[*stopped, *started], sessions=placed)
 
 
 def settled(known: PoolFacts) -> PoolFacts:
-    """Return the facts after a plan was executed, and the one for clusters that members left."""
+    """Return the facts after a plan was executed, and the one for clusters that sessions left."""
     after = executed(known, plan_pool(known))
     return executed(after, plan_pool(after))
 
@@ -100,8 +100,8 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
         for name in draw(st.lists(st.sampled_from(NAMES), unique=True))
     ]
     places = st.sampled_from([None, None, *NAMES])
-    members = [
-        Member(
+    sessions = [
+        PoolSession(
             f"run-{index}",
             draw(st.sampled_from(["ada", "bob"])),
             draw(places),
@@ -115,15 +115,15 @@ def some_facts(draw: st.DrawFn) -> PoolFacts:
     ]
     offered = draw(st.sampled_from([pool, pool, None]))
     closed = draw(st.sampled_from([None, None, ago(-60)]))
-    return PoolFacts("pool-tiny", offered, clusters, members, NOW, closed)
+    return PoolFacts("pool-tiny", offered, clusters, sessions, NOW, closed)
 
 
 def load(known: PoolFacts) -> "Counter[str]":
-    return Counter(member.cluster for member in known.members if member.cluster is not None)
+    return Counter(session.cluster for session in known.sessions if session.cluster is not None)
 
 
 @given(some_facts())
-def test_no_cluster_with_members_is_deleted(known: PoolFacts) -> None:
+def test_no_cluster_with_sessions_is_deleted(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
     used = {*load(known), *plan.places.values()}
@@ -161,7 +161,7 @@ def test_there_are_never_more_clusters_than_allowed_nor_fewer_than_wanted(known:
 
 
 @given(some_facts())
-def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) -> None:
+def test_sessions_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
     by_name = {each.name: each for each in known.clusters}
@@ -171,21 +171,21 @@ def test_members_are_placed_on_ready_clusters_with_free_slots(known: PoolFacts) 
         assert not by_name[name].is_stopping
         assert known.pool is not None
         assert after[name] <= known.pool.slots
-    runs = {each.name for each in known.members if each.model_id is not None}
+    runs = {each.name for each in known.sessions if each.model_id is not None}
     for name in {place for run, place in plan.places.items() if run in runs}:
-        on_it = [each for each in executed(known, plan).members if each.cluster == name]
+        on_it = [each for each in executed(known, plan).sessions if each.cluster == name]
         most = by_name[name].most_sessions
         assert most is None or sum(each.name in runs for each in on_it) <= most
 
 
 @given(some_facts())
-def test_every_waiting_member_gets_a_place_or_a_reason(known: PoolFacts) -> None:
+def test_every_waiting_session_gets_a_place_or_a_reason(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
     existing = {each.name for each in known.clusters}
     waiting = {
         each.name
-        for each in known.members
+        for each in known.sessions
         if each.waits_since is not None and each.cluster not in existing
     }
     assert {*plan.places, *plan.waiting} == waiting
@@ -194,22 +194,24 @@ def test_every_waiting_member_gets_a_place_or_a_reason(known: PoolFacts) -> None
 
 
 def with_reserved_slots(known: PoolFacts, plan: PoolPlan) -> set[str]:
-    """Return the members that were being moved, and are placed on the slot that they had there."""
+    """Return the sessions that were being moved, and are placed on the slot that they had there."""
     return {
         each.name
-        for each in known.members
+        for each in known.sessions
         if each.moving_to is not None and plan.places.get(each.name) == each.moving_to
     }
 
 
 @given(some_facts())
-def test_the_older_members_of_an_owner_are_placed_first(known: PoolFacts) -> None:
+def test_the_older_sessions_of_an_owner_are_placed_first(known: PoolFacts) -> None:
     plan = plan_pool(known)
 
     reserved = with_reserved_slots(known, plan)
     for owner in ("ada", "bob"):
         own = [
-            each.name for each in known.members if each.owner == owner and each.name not in reserved
+            each.name
+            for each in known.sessions
+            if each.owner == owner and each.name not in reserved
         ]
         order = [name for name in own if name in {*plan.places, *plan.waiting}]
         assert order == [name for name in (*plan.places, *plan.waiting) if name in own]
@@ -222,12 +224,12 @@ def test_no_owner_gets_a_place_before_another_who_has_fewer_and_waits(known: Poo
     after, reserved = executed(known, plan), with_reserved_slots(known, plan)
     names = {each.name for each in after.clusters}
     held = Counter(
-        each.owner for each in after.members if each.cluster in names and each.name not in reserved
+        each.owner for each in after.sessions if each.cluster in names and each.name not in reserved
     )
-    starved = {each.owner for each in known.members if each.name in plan.waiting}
+    starved = {each.owner for each in known.sessions if each.name in plan.waiting}
     favored = {
         each.owner
-        for each in known.members
+        for each in known.sessions
         if each.name in plan.places and each.name not in reserved
     }
     assert all(held[lucky] <= held[waits] + 1 for lucky in favored for waits in starved)
@@ -251,7 +253,7 @@ def test_a_cluster_beyond_the_minimum_is_added_only_after_the_wait(known: PoolFa
     wait = timedelta(seconds=known.pool.scale_up_after_seconds)
     due = [
         each
-        for each in known.members
+        for each in known.sessions
         if each.name in plan.waiting
         and each.waits_since is not None
         and each.waits_since + wait <= NOW
@@ -266,7 +268,7 @@ def test_a_cluster_beyond_the_minimum_is_added_only_after_the_wait(known: PoolFa
 def test_spare_slots_are_free_or_the_pool_is_as_large_as_it_may_be(known: PoolFacts) -> None:
     after = executed(known, plan_pool(known))
 
-    if known.pool is None or known.is_closed or not (known.members and is_in_use(after)):
+    if known.pool is None or known.is_closed or not (known.sessions and is_in_use(after)):
         return
     used, size = load(after), known.pool.slots
     usable = [each.name for each in after.clusters if not each.is_stopping]
@@ -276,7 +278,7 @@ def test_spare_slots_are_free_or_the_pool_is_as_large_as_it_may_be(known: PoolFa
 
 def is_in_use(known: PoolFacts) -> bool:
     names = {each.name for each in known.clusters}
-    return any(each.cluster in names or each.waits_since is not None for each in known.members)
+    return any(each.cluster in names or each.waits_since is not None for each in known.sessions)
 
 
 @given(some_facts())
@@ -310,7 +312,7 @@ def test_a_plan_changes_by_itself_only_when_it_says_so(known: PoolFacts) -> None
 
 
 def test_the_first_run_of_an_empty_pool_starts_a_cluster_at_once() -> None:
-    plan = plan_pool(facts(members=[a_member("one")]))
+    plan = plan_pool(facts(sessions=[a_session("one")]))
 
     assert plan.create == ("pool-tiny-0",)
     assert plan.waiting == {
@@ -325,33 +327,33 @@ def test_a_pool_with_a_minimum_is_warm_before_the_first_run() -> None:
 
 
 def test_a_run_waits_for_a_slot_before_another_cluster_is_started() -> None:
-    full = [a_member("one", NAMES[0]), a_member("two", NAMES[0])]
-    waits = a_member("three", waited_seconds=10)
+    full = [a_session("one", NAMES[0]), a_session("two", NAMES[0])]
+    waits = a_session("three", waited_seconds=10)
 
-    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*full, waits]))
+    plan = plan_pool(facts(a_cluster(NAMES[0]), sessions=[*full, waits]))
 
     assert plan.create == ()
     assert plan.changes_at == NOW + timedelta(seconds=20)
-    waited = a_member("three", waited_seconds=30)
-    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*full, waited]))
+    waited = a_session("three", waited_seconds=30)
+    plan = plan_pool(facts(a_cluster(NAMES[0]), sessions=[*full, waited]))
     assert plan.create == ("pool-tiny-1",)
 
 
 def test_a_cluster_is_started_before_the_spare_slots_are_taken() -> None:
     pool = POOL.model_copy(update={"spare_slots": 1})
-    one, two = a_member("one", NAMES[0]), a_member("two", NAMES[0])
+    one, two = a_session("one", NAMES[0]), a_session("two", NAMES[0])
 
-    assert plan_pool(facts(a_cluster(NAMES[0]), members=[one], pool=pool)).create == ()
-    grown = plan_pool(facts(a_cluster(NAMES[0]), members=[one, two], pool=pool))
+    assert plan_pool(facts(a_cluster(NAMES[0]), sessions=[one], pool=pool)).create == ()
+    grown = plan_pool(facts(a_cluster(NAMES[0]), sessions=[one, two], pool=pool))
     assert grown.create == ("pool-tiny-1",)
 
 
 def test_the_cluster_of_the_spare_slots_is_kept_until_the_pool_is_no_longer_in_use() -> None:
     pool = POOL.model_copy(update={"spare_slots": 1})
-    full = [a_member("one", NAMES[0]), a_member("two", NAMES[0])]
+    full = [a_session("one", NAMES[0]), a_session("two", NAMES[0])]
     spare = a_cluster(NAMES[1], unused_seconds=5000)
 
-    kept = plan_pool(facts(a_cluster(NAMES[0]), spare, members=full, pool=pool))
+    kept = plan_pool(facts(a_cluster(NAMES[0]), spare, sessions=full, pool=pool))
     unused = plan_pool(facts(a_cluster(NAMES[0], unused_seconds=900), spare, pool=pool))
 
     assert (kept.create, kept.delete) == ((), ())
@@ -360,17 +362,17 @@ def test_the_cluster_of_the_spare_slots_is_kept_until_the_pool_is_no_longer_in_u
 
 def test_slots_of_clusters_that_start_count_before_more_are_started() -> None:
     starting = a_cluster(NAMES[0], is_ready=False)
-    waiting = [a_member(f"run-{index}", waited_seconds=60) for index in range(3)]
+    waiting = [a_session(f"run-{index}", waited_seconds=60) for index in range(3)]
 
-    assert plan_pool(facts(starting, members=waiting[:2])).create == ()
-    assert plan_pool(facts(starting, members=waiting)).create == ("pool-tiny-1",)
+    assert plan_pool(facts(starting, sessions=waiting[:2])).create == ()
+    assert plan_pool(facts(starting, sessions=waiting)).create == ("pool-tiny-1",)
 
 
 def test_a_full_pool_says_what_would_help() -> None:
     pool = POOL.model_copy(update={"max_clusters": 1})
-    members = [a_member("one", NAMES[0]), a_member("two", NAMES[0]), a_member("three")]
+    sessions = [a_session("one", NAMES[0]), a_session("two", NAMES[0]), a_session("three")]
 
-    plan = plan_pool(facts(a_cluster(NAMES[0]), members=members, pool=pool))
+    plan = plan_pool(facts(a_cluster(NAMES[0]), sessions=sessions, pool=pool))
 
     assert plan.waiting == {
         "three": "all 2 slots of the pool's clusters are taken, and there may be no more clusters"
@@ -381,7 +383,7 @@ def test_a_full_pool_says_what_would_help() -> None:
 def test_a_run_says_why_the_cluster_that_it_waits_for_does_not_start() -> None:
     broken = replace(a_cluster(NAMES[0], is_ready=False), problem="ImagePullBackOff")
 
-    plan = plan_pool(facts(broken, members=[a_member("one")]))
+    plan = plan_pool(facts(broken, sessions=[a_session("one")]))
 
     assert plan.waiting["one"] == (
         "waiting for a cluster of the pool to be ready: pool-tiny-0 (ImagePullBackOff)"
@@ -390,36 +392,38 @@ def test_a_run_says_why_the_cluster_that_it_waits_for_does_not_start() -> None:
 
 def test_a_new_run_goes_to_the_cluster_of_its_owner_and_otherwise_to_the_least_loaded() -> None:
     pool = POOL.model_copy(update={"slots_per_cluster": 8})
-    members = [
-        a_member("one", NAMES[0]),
-        a_member("two", NAMES[0]),
-        a_member("three", NAMES[1], owner="bob"),
-        a_member("of ada"),
-        a_member("of eve", owner="eve"),
+    sessions = [
+        a_session("one", NAMES[0]),
+        a_session("two", NAMES[0]),
+        a_session("three", NAMES[1], owner="bob"),
+        a_session("of ada"),
+        a_session("of eve", owner="eve"),
     ]
 
-    plan = plan_pool(facts(a_cluster(NAMES[0]), a_cluster(NAMES[1]), members=members, pool=pool))
+    plan = plan_pool(facts(a_cluster(NAMES[0]), a_cluster(NAMES[1]), sessions=sessions, pool=pool))
 
     assert plan.places == {"of ada": NAMES[0], "of eve": NAMES[1]}
 
 
 def test_an_owner_who_floods_the_pool_does_not_delay_another_one() -> None:
-    flood = [a_member(f"flood-{index}") for index in range(10)]
+    flood = [a_session(f"flood-{index}") for index in range(10)]
 
-    plan = plan_pool(facts(a_cluster(NAMES[0]), members=[*flood, a_member("late", owner="bob")]))
+    plan = plan_pool(facts(a_cluster(NAMES[0]), sessions=[*flood, a_session("late", owner="bob")]))
 
     assert plan.places == {"flood-0": NAMES[0], "late": NAMES[0]}
 
 
 def test_a_run_whose_cluster_is_gone_gets_another_place() -> None:
-    plan = plan_pool(facts(a_cluster(NAMES[1]), members=[a_member("one", NAMES[0])]))
+    plan = plan_pool(facts(a_cluster(NAMES[1]), sessions=[a_session("one", NAMES[0])]))
 
     assert plan.places == {"one": NAMES[1]}
 
 
 def test_a_run_stays_on_a_cluster_that_is_not_ready() -> None:
     known = facts(
-        a_cluster(NAMES[0], is_ready=False), a_cluster(NAMES[1]), members=[a_member("a", NAMES[0])]
+        a_cluster(NAMES[0], is_ready=False),
+        a_cluster(NAMES[1]),
+        sessions=[a_session("a", NAMES[0])],
     )
 
     plan = plan_pool(known)
@@ -427,23 +431,23 @@ def test_a_run_stays_on_a_cluster_that_is_not_ready() -> None:
     assert (plan.places, plan.waiting) == ({}, {})
 
 
-def test_the_members_of_a_failed_cluster_get_places_on_another_one() -> None:
+def test_the_sessions_of_a_failed_cluster_get_places_on_another_one() -> None:
     broken = replace(a_cluster(NAMES[0], is_ready=False), has_failed=True)
-    members = [a_member("one", NAMES[0]), a_member("two", waited_seconds=60)]
-    known = facts(broken, members=members)
+    sessions = [a_session("one", NAMES[0]), a_session("two", waited_seconds=60)]
+    known = facts(broken, sessions=sessions)
 
     plan = plan_pool(known)
 
     assert plan.delete == (NAMES[0],)
     assert plan.create == ("pool-tiny-1",)
-    gone = facts(a_cluster(NAMES[1]), members=members)
+    gone = facts(a_cluster(NAMES[1]), sessions=sessions)
     assert plan_pool(gone).places == {"one": NAMES[1], "two": NAMES[1]}
 
 
 def test_the_slots_of_a_suspended_cluster_do_not_count() -> None:
     suspended = replace(a_cluster(NAMES[0], is_ready=False), is_suspended=True)
 
-    plan = plan_pool(facts(suspended, members=[a_member("one", waited_seconds=60)]))
+    plan = plan_pool(facts(suspended, sessions=[a_session("one", waited_seconds=60)]))
 
     assert (plan.create, plan.delete) == (("pool-tiny-1",), ())
 
@@ -459,17 +463,17 @@ def test_an_unused_cluster_is_deleted_when_its_time_is_over() -> None:
 def test_a_cluster_that_starts_slowly_is_kept_while_a_run_waits_for_it() -> None:
     slow = a_cluster(NAMES[0], is_ready=False, unused_seconds=5000)
 
-    assert plan_pool(facts(slow, members=[a_member("one")])).delete == ()
+    assert plan_pool(facts(slow, sessions=[a_session("one")])).delete == ()
     assert plan_pool(facts(slow)).delete == (NAMES[0],)
 
 
-def test_a_suspended_cluster_without_members_goes_first_when_the_pool_becomes_smaller() -> None:
+def test_a_suspended_cluster_without_sessions_goes_first_when_the_pool_becomes_smaller() -> None:
     suspended = replace(a_cluster(NAMES[0], is_ready=False), is_suspended=True)
-    kept = a_member("kept", NAMES[0])
+    kept = a_session("kept", NAMES[0])
     smaller = POOL.model_copy(update={"max_clusters": 1})
 
     plan = plan_pool(facts(suspended, a_cluster(NAMES[1]), pool=smaller))
-    held = plan_pool(facts(suspended, a_cluster(NAMES[1]), members=[kept], pool=smaller))
+    held = plan_pool(facts(suspended, a_cluster(NAMES[1]), sessions=[kept], pool=smaller))
     within = plan_pool(facts(suspended, a_cluster(NAMES[1])))
 
     assert plan.delete == (NAMES[0],)
@@ -482,7 +486,7 @@ def test_a_smaller_pool_loses_its_empty_clusters_at_once_and_keeps_the_others(
     pool: Pool | None,
 ) -> None:
     known = facts(
-        a_cluster(NAMES[0]), a_cluster(NAMES[1]), members=[a_member("a", NAMES[0])], pool=pool
+        a_cluster(NAMES[0]), a_cluster(NAMES[1]), sessions=[a_session("a", NAMES[0])], pool=pool
     )
 
     plan = plan_pool(known)
@@ -491,8 +495,8 @@ def test_a_smaller_pool_loses_its_empty_clusters_at_once_and_keeps_the_others(
 
 
 def test_the_status_counts_clusters_models_and_slots() -> None:
-    members = [a_member("one", NAMES[0]), a_member("two", NAMES[0]), a_member("three")]
-    known = facts(a_cluster(NAMES[0]), a_cluster(NAMES[1], is_ready=False), members=members)
+    sessions = [a_session("one", NAMES[0]), a_session("two", NAMES[0]), a_session("three")]
+    known = facts(a_cluster(NAMES[0]), a_cluster(NAMES[1], is_ready=False), sessions=sessions)
 
     status = pool_status(known)
 
@@ -513,8 +517,8 @@ def test_no_name_of_a_cluster_is_used_twice() -> None:
 
 def test_a_closed_pool_gets_no_cluster_until_it_opens_again() -> None:
     opens = NOW + timedelta(minutes=5)
-    waits = a_member("one", waited_seconds=60)
-    closed = replace(facts(members=[waits]), closed_until=opens)
+    waits = a_session("one", waited_seconds=60)
+    closed = replace(facts(sessions=[waits]), closed_until=opens)
 
     plan = plan_pool(closed)
 
@@ -528,7 +532,7 @@ def test_outdated_clusters_are_replaced_one_after_the_other_once_they_are_empty(
     old = [replace(a_cluster(name), is_outdated=True) for name in NAMES[:2]]
 
     first = plan_pool(facts(*old, pool=pool))
-    used = plan_pool(facts(*old, members=[a_member("one", NAMES[0])], pool=pool))
+    used = plan_pool(facts(*old, sessions=[a_session("one", NAMES[0])], pool=pool))
     meanwhile = plan_pool(executed(facts(*old, pool=pool), first))
 
     assert (first.delete, first.create) == ((NAMES[0],), ("pool-tiny-2",))
@@ -538,15 +542,15 @@ def test_outdated_clusters_are_replaced_one_after_the_other_once_they_are_empty(
 
 def test_a_run_goes_to_an_outdated_cluster_only_if_no_other_has_a_slot() -> None:
     old, new = replace(a_cluster(NAMES[0]), is_outdated=True), a_cluster(NAMES[1])
-    full = [a_member("one", NAMES[1]), a_member("two", NAMES[1])]
+    full = [a_session("one", NAMES[1]), a_session("two", NAMES[1])]
 
-    assert plan_pool(facts(old, new, members=[a_member("a")])).places == {"a": NAMES[1]}
-    assert plan_pool(facts(old, new, members=[*full, a_member("a")])).places == {"a": NAMES[0]}
+    assert plan_pool(facts(old, new, sessions=[a_session("a")])).places == {"a": NAMES[1]}
+    assert plan_pool(facts(old, new, sessions=[*full, a_session("a")])).places == {"a": NAMES[0]}
 
 
 def test_a_cluster_whose_memory_is_full_gets_no_session_although_it_has_slots() -> None:
     full = replace(a_cluster(NAMES[0]), most_sessions=1)
-    known = facts(full, members=[a_member("one", NAMES[0]), a_member("two", waited_seconds=30)])
+    known = facts(full, sessions=[a_session("one", NAMES[0]), a_session("two", waited_seconds=30)])
 
     plan = plan_pool(known)
     status = pool_status(known)
@@ -559,7 +563,9 @@ def test_a_cluster_whose_memory_is_full_gets_no_session_although_it_has_slots() 
 
 def test_a_full_cluster_that_measures_more_memory_gets_the_session_that_waits() -> None:
     roomy = replace(a_cluster(NAMES[0]), most_sessions=9)
-    known = facts(roomy, members=[a_member("one", NAMES[0]), a_member("two"), a_member("three")])
+    known = facts(
+        roomy, sessions=[a_session("one", NAMES[0]), a_session("two"), a_session("three")]
+    )
 
     assert plan_pool(known).places == {"two": NAMES[0]}
 
@@ -567,7 +573,7 @@ def test_a_full_cluster_that_measures_more_memory_gets_the_session_that_waits() 
 def test_no_session_is_moved_to_a_cluster_whose_memory_is_full() -> None:
     left = replace(a_cluster(NAMES[0]), is_draining=True)
     full = replace(a_cluster(NAMES[1]), most_sessions=1)
-    known = facts(left, full, members=[a_member("one", NAMES[0]), a_member("two", NAMES[1])])
+    known = facts(left, full, sessions=[a_session("one", NAMES[0]), a_session("two", NAMES[1])])
 
     plan = plan_pool(known)
 
@@ -577,9 +583,9 @@ def test_no_session_is_moved_to_a_cluster_whose_memory_is_full() -> None:
 
 def test_a_sampler_takes_a_slot_but_no_memory_of_the_trainer() -> None:
     full = replace(a_cluster(NAMES[0]), most_sessions=1)
-    sampler = replace(a_member("sampler"), model_id=None)
+    sampler = replace(a_session("sampler"), model_id=None)
 
-    plan = plan_pool(facts(full, members=[a_member("one", NAMES[0]), sampler]))
+    plan = plan_pool(facts(full, sessions=[a_session("one", NAMES[0]), sampler]))
 
     assert plan.places == {"sampler": NAMES[0]}
 
@@ -590,15 +596,15 @@ def test_as_many_clusters_are_started_as_sessions_need_whose_memory_is_like_that
     changed = {"slots_per_cluster": 8, "max_clusters": 9, "scale_up_after_seconds": 0}
     pool = POOL.model_copy(update=changed)
     full = replace(a_cluster(NAMES[0]), most_sessions=2)
-    on_it = [a_member(f"placed-{index}", NAMES[0]) for index in range(2)]
-    waiting = [a_member(f"waiting-{index}") for index in range(5)]
+    on_it = [a_session(f"placed-{index}", NAMES[0]) for index in range(2)]
+    waiting = [a_session(f"waiting-{index}") for index in range(5)]
 
-    assert len(plan_pool(facts(full, members=[*on_it, *waiting], pool=pool)).create) == 3
+    assert len(plan_pool(facts(full, sessions=[*on_it, *waiting], pool=pool)).create) == 3
 
 
 def test_a_session_of_a_deleted_pool_cluster_gets_another_place_after_its_head() -> None:
     until = NOW + timedelta(seconds=215)
-    known = facts(a_cluster("pool-tiny-1"), members=[a_member("one", "pool-tiny-0")])
+    known = facts(a_cluster("pool-tiny-1"), sessions=[a_session("one", "pool-tiny-0")])
 
     waiting = plan_pool(replace(known, ending={"pool-tiny-0": until}))
 

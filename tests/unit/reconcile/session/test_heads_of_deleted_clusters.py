@@ -137,20 +137,28 @@ def watched_head(cluster: str, **metadata: Any) -> Json:
 
 def test_nobody_waits_for_a_head_that_no_raycluster_owns() -> None:
     watched = Watched()
-    member = a_session_manifest("one", sharing="Shared", poolCluster="pool-tiny-0")
-    member["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": timestamp(NOON)}
-    watched.note("TrainingSession", member)
+    session = a_session_manifest("one", sharing="Shared", poolCluster="pool-tiny-0")
+    session["metadata"] |= {
+        "uid": "u",
+        "resourceVersion": "1",
+        "creationTimestamp": timestamp(NOON),
+    }
+    watched.note("TrainingSession", session)
     watched.note("Pod", watched_head("pool-tiny-0", ownerReferences=[]))
 
-    assert watched.ending_heads(member["spec"]["baseModel"], NOON) == {}
+    assert watched.ending_heads(session["spec"]["baseModel"], NOON) == {}
 
 
 def test_the_running_head_of_a_deleted_cluster_is_known_until_it_is_gone() -> None:
     watched = Watched()
-    member = a_session_manifest("one", sharing="Shared", poolCluster="pool-tiny-0")
-    member["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": timestamp(NOON)}
-    model_name = member["spec"]["baseModel"]
-    watched.note("TrainingSession", member)
+    session = a_session_manifest("one", sharing="Shared", poolCluster="pool-tiny-0")
+    session["metadata"] |= {
+        "uid": "u",
+        "resourceVersion": "1",
+        "creationTimestamp": timestamp(NOON),
+    }
+    model_name = session["spec"]["baseModel"]
+    watched.note("TrainingSession", session)
     watched.note("Pod", watched_head("pool-tiny-0"))
 
     known = watched.ending_heads(model_name, NOON)

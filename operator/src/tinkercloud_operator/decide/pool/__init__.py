@@ -1,1 +1,1 @@
-"""Decisions about the pool of a BaseModel: its clusters, members, moves and warm spares. Pure."""
+"""Decisions about the pool of a BaseModel: its clusters, sessions, moves and warm spares. Pure."""

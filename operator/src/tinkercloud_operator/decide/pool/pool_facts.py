@@ -16,7 +16,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES, Lora
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts, Refusal
+from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession, Refusal
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.session_facts import age, condition, is_live
 from tinkercloud_operator.decide.session.lifetime import ACTIVITY_DELAY
@@ -48,7 +48,7 @@ def taken_by(spare: Manifest) -> str | None:
     return next((owner["uid"] for owner in owners if owner["kind"] == "TrainingSession"), None)
 
 
-def is_member(session: Manifest) -> bool:
+def is_in_pool(session: Manifest) -> bool:
     """Return whether a session has, or waits for, a place in a pool."""
     return bool(session["spec"].get("sharing") == "Shared")
 
@@ -93,16 +93,16 @@ def pool_facts(
         if is_of_pool(each)
     ]
     incarnations = {each.name: each.incarnation or "" for each in clusters}
-    members = [
-        _member(each, incarnations, given_away, taken_back, failed)
+    placed = [
+        _pool_session(each, incarnations, given_away, taken_back, failed)
         for each in listed
-        if is_member(each)
+        if is_in_pool(each)
     ]
     return PoolFacts(
         prefix=cluster_prefix("pool", metadata["name"]),
         pool=_pool(parsing.base_model(offered)) if is_active else None,
-        clusters=_with_memory(clusters, members, measured),
-        members=members,
+        clusters=_with_memory(clusters, placed, measured),
+        sessions=placed,
         now=now,
         closed_until=parse_time(metadata.get("annotations", {}).get(labels.POOL_CLOSED_UNTIL)),
         ending=ending,
@@ -110,13 +110,13 @@ def pool_facts(
 
 
 def _with_memory(
-    clusters: Sequence[Cluster], members: Sequence[Member], measured: Mapping[str, HeadMemory]
+    clusters: Sequence[Cluster], sessions: Sequence[PoolSession], measured: Mapping[str, HeadMemory]
 ) -> list[Cluster]:
     """Add what heads have measured; one that has not yet is taken to be like the smallest one."""
     known = {each.name: measured.get(each.incarnation or "") for each in clusters}
     counts = (each.most_models for each in known.values() if each is not None)
     least = min((most for most in counts if most is not None), default=None)
-    samplers = Counter(member.cluster for member in members if member.model_id is None)
+    samplers = Counter(session.cluster for session in sessions if session.model_id is None)
     found = []
     for cluster in clusters:
         memory = known[cluster.name]
@@ -133,17 +133,17 @@ def _with_memory(
                 is_full=memory is not None and memory.is_full,
                 most_sessions=None if most is None else most + samplers[cluster.name],
                 capacity=capacity,
-                pending=_pending(cluster.name, members, held),
+                pending=_pending(cluster.name, sessions, held),
             )
         )
     return found
 
 
-def _pending(cluster: str, members: Sequence[Member], held: Set[str]) -> Mapping[str, int]:
+def _pending(cluster: str, sessions: Sequence[PoolSession], held: Set[str]) -> Mapping[str, int]:
     """Return the ranks of the runs of a cluster that its head did not hold when it measured."""
     return {
         each.name: each.rank
-        for each in members
+        for each in sessions
         if cluster in {each.cluster, each.moving_to} and each.rank and each.model_id not in held
     }
 
@@ -188,18 +188,18 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
     )
 
 
-def _member(
+def _pool_session(
     session: Manifest,
     incarnations: Mapping[str, str],
     given_away: Set[tuple[str, str]],
     taken_back: Set[tuple[str, str]],
     failed: Mapping[tuple[str, str], FailedSave],
-) -> Member:
+) -> PoolSession:
     spec, metadata = session["spec"], session["metadata"]
     name, cluster = metadata["name"], spec.get("poolCluster")
     is_run, head = spec.get("role") != "Sampler", (name, incarnations.get(cluster or "", ""))
     has_finished = "finishedTime" in session.get("status", {})
-    return Member(
+    return PoolSession(
         name=name,
         owner=str(spec.get("owner", "")),
         # The head has dropped the model of a finished run, so that its slot is free.

@@ -1,6 +1,6 @@
-"""What decides about the pool of a BaseModel: its clusters and its members, as plain data. Pure.
+"""What decides about the pool of a BaseModel: its clusters and its sessions, as plain data. Pure.
 
-A session that shares a cluster is a *member* of the pool.
+A session that shares a cluster is a session *of the pool*.
 """
 
 from collections import Counter
@@ -93,7 +93,7 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PoolSession:
     """A session that has, or waits for, a place in a pool."""
 
     name: str
@@ -128,7 +128,7 @@ class PoolFacts:
     pool: Pool | None
     """The wanted size; None if the BaseModel has no pool any more, so that none is added."""
     clusters: Sequence[Cluster]
-    members: Sequence[Member]
+    sessions: Sequence[PoolSession]
     """Oldest first."""
     now: datetime
     closed_until: datetime | None = None
@@ -150,10 +150,10 @@ class PoolFacts:
     def load(self) -> Counter[str]:
         """Return the taken slots of each cluster; a session that is being moved takes two."""
         names = self.names
-        taken = Counter(each.cluster for each in self.members if each.cluster in names)
+        taken = Counter(each.cluster for each in self.sessions if each.cluster in names)
         taken.update(
             each.moving_to
-            for each in self.members
+            for each in self.sessions
             if each.moving_to in names and each.moving_to != each.cluster
         )
         return taken
@@ -167,39 +167,39 @@ class PoolFacts:
         """Return whether the memory of a cluster has room for fewer sessions than the pool says."""
         return self.pool is not None and self.slots_of(cluster) < self.pool.slots
 
-    def unplaced(self) -> list[Member]:
-        """Return the members that wait, oldest first: also those whose cluster is gone.
+    def unplaced(self) -> list[PoolSession]:
+        """Return the sessions that wait, oldest first: also those whose cluster is gone.
 
         One whose head has not ended is not among them: another head would not find what it saves.
         """
         kept = self.names | self.ending.keys()
         return [
-            member
-            for member in self.members
-            if member.waits_since is not None and member.cluster not in kept
+            session
+            for session in self.sessions
+            if session.waits_since is not None and session.cluster not in kept
         ]
 
-    def waiting_for_heads(self) -> list[Member]:
-        """Return the members whose cluster is gone and whose head has not ended."""
+    def waiting_for_heads(self) -> list[PoolSession]:
+        """Return the sessions whose cluster is gone and whose head has not ended."""
         return [
-            member
-            for member in self.members
-            if member.waits_since is not None and member.cluster in self.ending
+            session
+            for session in self.sessions
+            if session.waits_since is not None and session.cluster in self.ending
         ]
 
-    def without_room(self) -> list[Member]:
-        """Return the members whose cluster has no room for their model, which is not there.
+    def without_room(self) -> list[PoolSession]:
+        """Return the sessions whose cluster has no room for their model, which is not there.
 
         They had room when they were placed, or nothing was known of it. Those that are being moved
         are not among them, nor those of silent clients: nobody waits for their models.
         """
         clusters = {each.name: each for each in self.clusters}
         return [
-            member
-            for member in self.members
-            if (silent := silent_at(member)) is not None and self.now < silent
-            if member.moving_to is None and member.cluster in clusters
-            if _lacks_room(clusters[member.cluster], member)
+            session
+            for session in self.sessions
+            if (silent := silent_at(session)) is not None and self.now < silent
+            if session.moving_to is None and session.cluster in clusters
+            if _lacks_room(clusters[session.cluster], session)
         ]
 
     def slots_of_next(self) -> int:
@@ -207,29 +207,29 @@ class PoolFacts:
         known = [self.slots_of(each) for each in self.clusters if each.most_sessions is not None]
         return max(1, min(known, default=self.pool.slots if self.pool is not None else 1))
 
-    def has_slot(self, cluster: Cluster, taken: int, member: Member) -> bool:
-        """Return whether a cluster with so many taken slots has a free one for a member.
+    def has_slot(self, cluster: Cluster, taken: int, session: PoolSession) -> bool:
+        """Return whether a cluster with so many taken slots has a free one for a session.
 
         Samplers take none of the memory that heads measure. A head that has not reported its
         capacity gets one run until it does, if other heads report theirs.
         """
         if self.pool is None or taken >= self.pool.slots:
             return False
-        if member.model_id is None:
+        if session.model_id is None:
             return True
-        if cluster.capacity is None or not member.rank:
-            others = cluster.pending.keys() - {member.name}
+        if cluster.capacity is None or not session.rank:
+            others = cluster.pending.keys() - {session.name}
             if others and not cluster.has_reported and any(each.capacity for each in self.clusters):
                 return False
             return taken < self.slots_of(cluster)
-        return _has_room(cluster, cluster.capacity, member)
+        return _has_room(cluster, cluster.capacity, session)
 
-    def with_placed(self, member: Member, name: str) -> "PoolFacts":
-        """Return the facts once a member has a slot on a cluster."""
-        if not member.rank:
+    def with_placed(self, session: PoolSession, name: str) -> "PoolFacts":
+        """Return the facts once a session has a slot on a cluster."""
+        if not session.rank:
             return self
         clusters = [
-            replace(each, pending={**each.pending, member.name: member.rank})
+            replace(each, pending={**each.pending, session.name: session.rank})
             if each.name == name
             else each
             for each in self.clusters
@@ -241,41 +241,41 @@ class PoolFacts:
         return sum(max(0, self.slots_of(each) - load.get(each.name, 0)) for each in clusters)
 
 
-def silent_at(member: Member) -> datetime | None:
-    """Return when nobody waits for a member's model any more; None if it may not wait.
+def silent_at(session: PoolSession) -> datetime | None:
+    """Return when nobody waits for a session's model any more; None if it may not wait.
 
     A client that waits asks again and again.
     """
-    moments = [each for each in (member.waits_since, member.used_at) if each is not None]
-    return max(moments) + _SILENCE if member.waits_since is not None else None
+    moments = [each for each in (session.waits_since, session.used_at) if each is not None]
+    return max(moments) + _SILENCE if session.waits_since is not None else None
 
 
-def _lacks_room(cluster: Cluster, member: Member) -> bool:
+def _lacks_room(cluster: Cluster, session: PoolSession) -> bool:
     """Return whether a head can't load the model of a run that is placed on its cluster.
 
     Others that it does not have either do not count: the first one to be loaded gets the room.
     """
-    if not (cluster.is_ready and cluster.is_usable and cluster.held and member.model_id):
+    if not (cluster.is_ready and cluster.is_usable and cluster.held and session.model_id):
         return False
-    if member.model_id in cluster.held:
+    if session.model_id in cluster.held:
         return False
-    if cluster.capacity is None or not member.rank:
+    if cluster.capacity is None or not session.rank:
         return cluster.is_full
-    return cluster.capacity.more_of(size_of(member, cluster.capacity)) == 0
+    return cluster.capacity.more_of(size_of(session, cluster.capacity)) == 0
 
 
-def size_of(member: Member, capacity: HeadCapacity) -> int:
+def size_of(session: PoolSession, capacity: HeadCapacity) -> int:
     """Return the bytes of a run's adapter, with its gradient and moments, in a head's memory."""
-    return member.rank * (capacity.rank_bytes or 1)
+    return session.rank * (capacity.rank_bytes or 1)
 
 
-def _has_room(cluster: Cluster, capacity: HeadCapacity, member: Member) -> bool:
+def _has_room(cluster: Cluster, capacity: HeadCapacity, session: PoolSession) -> bool:
     """Return whether a cluster's memory has room for a run, with those that it is to get before.
 
     An empty one is taken to have room: if it has none, its head says why when the run is created.
     """
-    others = sum(rank for name, rank in cluster.pending.items() if name != member.name)
+    others = sum(rank for name, rank in cluster.pending.items() if name != session.name)
     if not (capacity.held or others):
         return True
     unit = capacity.rank_bytes or 1
-    return capacity.more_of(member.rank * unit, others * unit) > 0
+    return capacity.more_of(session.rank * unit, others * unit) > 0

@@ -1,4 +1,4 @@
-"""Decides which members of a pool are moved to other clusters. Pure.
+"""Decides which sessions of a pool are moved to other clusters. Pure.
 
 A move has three steps, each of which can be repeated: the target is recorded on the session; the
 head of its cluster suspends the model and refuses it from then on; the session is placed on the
@@ -22,10 +22,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from itertools import islice
 
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession
 
 MAX_MOVES = 4
-"""Members of a pool that are moved at a time; each is written to the store and read again."""
+"""Sessions of a pool that are moved at a time; each is written to the store and read again."""
 _RETRY = timedelta(seconds=5)
 """Interval between two requests to a head that has not given a model away."""
 
@@ -35,20 +35,20 @@ class Moves:
     """The moves of a pool."""
 
     start: Mapping[str, str]
-    """New targets, by name of the member."""
+    """New targets, by name of the session."""
     cancel: tuple[str, ...]
-    """Members that are not moved after all, because the head of their cluster can't give them
+    """Sessions that are not moved after all, because the head of their cluster can't give them
     away or has taken them back."""
     ask: tuple[str, ...]
-    """Members that the heads of their clusters are to give away."""
+    """Sessions that the heads of their clusters are to give away."""
     take_back: tuple[str, ...]
-    """Members that the heads of their clusters are to continue."""
+    """Sessions that the heads of their clusters are to continue."""
     arrive: Mapping[str, str]
-    """Clusters of members that are placed there now, by name of the member."""
+    """Clusters of sessions that are placed there now, by name of the session."""
     held: Mapping[str, str]
-    """Why members that are to be moved stay for now, by name of the member."""
+    """Why sessions that are to be moved stay for now, by name of the session."""
     homeless: int
-    """Members that need another cluster and have no target yet."""
+    """Sessions that need another cluster and have no target yet."""
     without_room: int
     """Those of them for which no ready cluster has room."""
     changes_at: datetime | None
@@ -56,21 +56,21 @@ class Moves:
 
 
 def room_elsewhere(facts: PoolFacts, load: Counter[str]) -> tuple[Mapping[str, str], PoolFacts]:
-    """Find clusters for the members that their own has no room for.
+    """Find clusters for the sessions that their own has no room for.
 
     Args:
         facts: the facts about a pool.
-        load: taken slots by cluster, to which those of the members are added.
+        load: taken slots by cluster, to which those of the sessions are added.
 
     Returns:
-        The clusters by name of the member, and the facts once the members have slots there.
+        The clusters by name of the session, and the facts once the sessions have slots there.
     """
     found: dict[str, str] = {}
-    for member in facts.without_room():
-        target = None if _is_refused(member, facts.now) else _target(facts, member, load)
+    for session in facts.without_room():
+        target = None if _is_refused(session, facts.now) else _target(facts, session, load)
         if target is not None:
-            found[member.name] = target
-            facts = facts.with_placed(member, target)
+            found[session.name] = target
+            facts = facts.with_placed(session, target)
             load[target] += 1
     return found, facts
 
@@ -84,10 +84,10 @@ def plan_moves(
         facts: the facts about it.
         load: taken slots by cluster, to which those of new targets are added.
         rooms: the clusters that `room_elsewhere` has found.
-        has_waiting: whether members wait for a place.
+        has_waiting: whether sessions wait for a place.
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
-    moving = [each for each in facts.members if _is_moving(each, clusters)]
+    moving = [each for each in facts.sessions if _is_moving(each, clusters)]
     cancel = [each for each in moving if _stays(each, facts.now)]
     leaving = [each for each in moving if each not in cancel]
     stranded = [each for each in leaving if not _has_target(each, clusters)]
@@ -101,8 +101,8 @@ def plan_moves(
     found = dict(islice(rooms.items(), room))
     start, unfit = _targets(facts, (*stranded, *movable), load, room - len(found))
     returning = [each for each in stranded if each.name not in start and _serves(each, clusters)]
-    for member in (*cancel, *returning):
-        _release(member, clusters, load)
+    for session in (*cancel, *returning):
+        _release(session, clusters, load)
     back = {each.name: str(each.cluster) for each in returning if not _is_returning(each)}
     staying = [each for each in (*held, *cancel) if _is_refused(each, facts.now)]
     on_left = [
@@ -126,7 +126,7 @@ def plan_moves(
     )
 
 
-def _changes_at(facts: PoolFacts, staying: Iterable[Member], *, asks: bool) -> datetime | None:
+def _changes_at(facts: PoolFacts, staying: Iterable[PoolSession], *, asks: bool) -> datetime | None:
     if asks:
         return facts.now + _RETRY
     again = (each.refusal.until for each in staying if each.refusal is not None)
@@ -135,67 +135,67 @@ def _changes_at(facts: PoolFacts, staying: Iterable[Member], *, asks: bool) -> d
 
 
 def is_emptied(facts: PoolFacts, moves: Moves, cluster: str) -> bool:
-    """Return whether members of a cluster are on their way to others, or about to be."""
+    """Return whether sessions of a cluster are on their way to others, or about to be."""
     clusters = {each.name: each for each in facts.clusters}
     return any(
         _has_target(replace(each, moving_to=moves.start.get(each.name, each.moving_to)), clusters)
-        for each in facts.members
+        for each in facts.sessions
         if each.cluster == cluster
         and each.waits_since is not None
         and each.name not in moves.cancel
     )
 
 
-def _is_moving(member: Member, clusters: Mapping[str, Cluster]) -> bool:
-    """Return whether a member is being moved; one whose cluster is gone gets another place."""
-    is_live = member.waits_since is not None
-    return is_live and member.moving_to is not None and member.cluster in clusters
+def _is_moving(session: PoolSession, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a session is being moved; one whose cluster is gone gets another place."""
+    is_live = session.waits_since is not None
+    return is_live and session.moving_to is not None and session.cluster in clusters
 
 
-def _release(member: Member, clusters: Mapping[str, Cluster], load: Counter[str]) -> None:
-    """Free the slot that a member has on the target of a move that does not take place."""
-    target = member.moving_to
-    if target is not None and target in clusters and target != member.cluster:
+def _release(session: PoolSession, clusters: Mapping[str, Cluster], load: Counter[str]) -> None:
+    """Free the slot that a session has on the target of a move that does not take place."""
+    target = session.moving_to
+    if target is not None and target in clusters and target != session.cluster:
         load[target] -= 1
 
 
-def _stays(member: Member, now: datetime) -> bool:
-    """Return whether the head of a member's cluster keeps it, or has taken it back."""
-    return (_is_returning(member) and member.is_back) or _is_refused(member, now)
+def _stays(session: PoolSession, now: datetime) -> bool:
+    """Return whether the head of a session's cluster keeps it, or has taken it back."""
+    return (_is_returning(session) and session.is_back) or _is_refused(session, now)
 
 
-def _is_refused(member: Member, now: datetime) -> bool:
-    """Return whether the head of a member's cluster can't give it away, and is not asked for now.
+def _is_refused(session: PoolSession, now: datetime) -> bool:
+    """Return whether the head of a session's cluster can't give it away, and is not asked for now.
 
     A refusal of an earlier attempt does not end the next one, which starts after the pause.
     """
-    refusal = member.refusal
-    return refusal is not None and not member.has_left and now < refusal.until
+    refusal = session.refusal
+    return refusal is not None and not session.has_left and now < refusal.until
 
 
-def _why_held(member: Member) -> str:
-    why = member.refusal.message if member.refusal is not None else ""
+def _why_held(session: PoolSession) -> str:
+    why = session.refusal.message if session.refusal is not None else ""
     return f"moving it to another cluster has failed and is tried again later: {why}"
 
 
-def _is_returning(member: Member) -> bool:
-    return member.moving_to == member.cluster
+def _is_returning(session: PoolSession) -> bool:
+    return session.moving_to == session.cluster
 
 
-def _has_target(member: Member, clusters: Mapping[str, Cluster]) -> bool:
-    """Return whether a member is on its way to another cluster, and may be placed there."""
-    target = clusters.get(member.moving_to or "")
-    return target is not None and target.offers_slots and not _is_returning(member)
+def _has_target(session: PoolSession, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a session is on its way to another cluster, and may be placed there."""
+    target = clusters.get(session.moving_to or "")
+    return target is not None and target.offers_slots and not _is_returning(session)
 
 
-def _serves(member: Member, clusters: Mapping[str, Cluster]) -> bool:
-    """Return whether a member can be served by the cluster that it is on."""
-    source = clusters[member.cluster or ""]
+def _serves(session: PoolSession, clusters: Mapping[str, Cluster]) -> bool:
+    """Return whether a session can be served by the cluster that it is on."""
+    source = clusters[session.cluster or ""]
     return source.is_ready and source.is_usable
 
 
-def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list[Member]:
-    """Return the members that are to be moved and have no target, in order of urgency."""
+def _to_move(facts: PoolFacts, load: Counter[str], *, has_waiting: bool) -> list[PoolSession]:
+    """Return the sessions that are to be moved and have no target, in order of urgency."""
     if facts.pool is None:
         return []
     left = sorted(
@@ -217,64 +217,64 @@ def _gives(source: Cluster) -> bool:
     return source.is_ready and source.is_usable
 
 
-def _movable(facts: PoolFacts, source: Cluster) -> list[Member]:
+def _movable(facts: PoolFacts, source: Cluster) -> list[PoolSession]:
     return [
         each
-        for each in facts.members
+        for each in facts.sessions
         if each.cluster == source.name and each.waits_since is not None and each.moving_to is None
     ]
 
 
 def _targets(
-    facts: PoolFacts, members: Iterable[Member], load: Counter[str], room: int
+    facts: PoolFacts, sessions: Iterable[PoolSession], load: Counter[str], room: int
 ) -> tuple[dict[str, str], set[str]]:
-    """Return a target cluster for each member, and the names of members without one.
+    """Return a target cluster for each session, and the names of sessions without one.
 
     Args:
         facts: the facts about the pool.
-        members: the members; those that have lost their target are first.
+        sessions: the sessions; those that have lost their target are first.
         load: taken slots by cluster, to which those of the targets are added.
-        room: how many members without a target before may get one now.
+        room: how many sessions without a target before may get one now.
     """
     clusters = {cluster.name: cluster for cluster in facts.clusters}
     start: dict[str, str] = {}
     unfit: set[str] = set()
-    for member in members:
-        is_new = member.moving_to is None
+    for session in sessions:
+        is_new = session.moving_to is None
         if is_new and room == 0:
             break
-        target = _target(facts, member, load)
+        target = _target(facts, session, load)
         if target is None:
-            unfit.add(member.name)
+            unfit.add(session.name)
             continue
-        start[member.name] = target
-        facts = facts.with_placed(member, target)
+        start[session.name] = target
+        facts = facts.with_placed(session, target)
         load[target] += 1
-        _release(member, clusters, load)
+        _release(session, clusters, load)
         room -= is_new
     return start, unfit
 
 
-def _target(facts: PoolFacts, member: Member, load: Counter[str]) -> str | None:
-    """Return the cluster to move a member to: one that serves its owner, else the least loaded."""
+def _target(facts: PoolFacts, session: PoolSession, load: Counter[str]) -> str | None:
+    """Return the cluster to move a session to: one that serves its owner, else the least loaded."""
     if facts.pool is None:
         return None
-    owners = {(each.cluster, each.owner) for each in facts.members if each is not member}
+    owners = {(each.cluster, each.owner) for each in facts.sessions if each is not session}
     free = [
         each.name
         for each in facts.clusters
-        if each.takes_moved and each.name != member.cluster
-        if facts.has_slot(each, load[each.name], member)
+        if each.takes_moved and each.name != session.cluster
+        if facts.has_slot(each, load[each.name], session)
     ]
     return min(
         free,
-        key=lambda name: ((name, member.owner) not in owners, load[name], name),
+        key=lambda name: ((name, session.owner) not in owners, load[name], name),
         default=None,
     )
 
 
 def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
-    """Return the cluster with the fewest members, if the others have enough room for them.
+    """Return the cluster with the fewest sessions, if the others have enough room for them.
 
     Enough leaves a quarter of a cluster free, beyond the spare slots: otherwise the next session
     would start another cluster. No session may have been created for as long as an unused cluster
@@ -288,24 +288,24 @@ def _almost_empty(facts: PoolFacts, load: Counter[str]) -> Cluster | None:
     if len(lasting) < len(facts.clusters) or len(lasting) <= pool.min_clusters:
         return None
     source = min(lasting, key=lambda each: (load[each.name], each.name))
-    members = _movable(facts, source)
-    on_it = [each for each in facts.members if each.cluster == source.name]
+    sessions = _movable(facts, source)
+    on_it = [each for each in facts.sessions if each.cluster == source.name]
     if not on_it or any(each.waits_since is None for each in on_it):
         return None
     others = [each for each in lasting if each is not source]
     margin = pool.spare_slots + max(1, pool.slots // 4)
-    is_enough = facts.free(others, load) >= len(members) + margin
-    return source if is_enough and _all_fit(facts, members, load) else None
+    is_enough = facts.free(others, load) >= len(sessions) + margin
+    return source if is_enough and _all_fit(facts, sessions, load) else None
 
 
-def _all_fit(facts: PoolFacts, members: Iterable[Member], load: Counter[str]) -> bool:
-    """Return whether other clusters have room for all these members, one after another."""
+def _all_fit(facts: PoolFacts, sessions: Iterable[PoolSession], load: Counter[str]) -> bool:
+    """Return whether other clusters have room for all these sessions, one after another."""
     load = load.copy()
-    for member in members:
-        target = _target(facts, member, load)
+    for session in sessions:
+        target = _target(facts, session, load)
         if target is None:
             return False
-        facts = facts.with_placed(member, target)
+        facts = facts.with_placed(session, target)
         load[target] += 1
     return True
 
@@ -314,7 +314,7 @@ def _defragments_at(facts: PoolFacts) -> datetime | None:
     """Return from when on clusters may be emptied; None if there is nothing to empty."""
     if facts.pool is None or len(facts.clusters) <= facts.pool.min_clusters:
         return None
-    created = _latest(each.waits_since for each in facts.members)
+    created = _latest(each.waits_since for each in facts.sessions)
     if created is None:
         return None
     return created + timedelta(seconds=facts.pool.scale_down_after_seconds)

@@ -1,7 +1,7 @@
 """Decides what the pool of a BaseModel needs: clusters, places, and moves (`pool_moves`). Pure.
 
-A member waits until a ready cluster has a free slot, and is placed there. One worker of one process
-decides for a whole pool, so slots are never assigned twice.
+A session waits until a ready cluster has a free slot, and is placed there. One worker of one
+process decides for a whole pool, so slots are never assigned twice.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from itertools import accumulate
 from tinkercloud_crds.base_model import Pool, PoolStatus
 from tinkercloud_operator.decide.pool.pool_model import (
     Cluster,
-    Member,
     PoolFacts,
+    PoolSession,
     silent_at,
     size_of,
 )
@@ -29,14 +29,14 @@ class PoolPlan:
     create: tuple[str, ...]
     """Names of clusters."""
     delete: tuple[str, ...]
-    """Names of failed clusters, and of clusters without members that are surplus, unused or
+    """Names of failed clusters, and of clusters without sessions that are surplus, unused or
     outdated."""
     places: Mapping[str, str]
-    """Clusters of members that get a place now, by name of the member."""
+    """Clusters of sessions that get a place now, by name of the session."""
     waiting: Mapping[str, str]
-    """Why each of the members waits that have no place, or no room where they are, by name."""
+    """Why each of the sessions waits that have no place, or no room where they are, by name."""
     moves: Moves
-    """Members that are to be moved to other clusters."""
+    """Sessions that are to be moved to other clusters."""
     changes_at: datetime | None
     """When the plan may change although no object does."""
 
@@ -47,19 +47,19 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
     lacking = facts.without_room()
     rooms, facts = room_elsewhere(facts, load)
     places: dict[str, str] = {}
-    waiting: list[Member] = []
-    owners = {(member.cluster, member.owner) for member in facts.members}
-    for member in _in_turn(facts, load):
-        chosen = _place(facts, member, load, owners)
+    waiting: list[PoolSession] = []
+    owners = {(session.cluster, session.owner) for session in facts.sessions}
+    for session in _in_turn(facts, load):
+        chosen = _place(facts, session, load, owners)
         if chosen is None:
-            waiting.append(member)
+            waiting.append(session)
             continue
-        places[member.name] = chosen
-        if member.moving_to in facts.names:
-            load[member.moving_to] -= 1
+        places[session.name] = chosen
+        if session.moving_to in facts.names:
+            load[session.moving_to] -= 1
         load[chosen] += 1
-        facts = facts.with_placed(member, chosen)
-        owners.add((chosen, member.owner))
+        facts = facts.with_placed(session, chosen)
+        owners.add((chosen, session.owner))
     moves = plan_moves(facts, load, rooms, has_waiting=bool(waiting or lacking))
     # Those whose old head has not ended need a place when it has.
     later = _to_move_on(facts, places) + len(facts.waiting_for_heads())
@@ -80,7 +80,7 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
         places=places,
         waiting={
             **_why_without_room(facts, lacking, rooms, moves, why),
-            **{member.name: why for member in waiting},
+            **{session.name: why for session in waiting},
             **_why_ending(facts),
         },
         moves=moves,
@@ -92,7 +92,7 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     """Return the status of a pool; None if there is none."""
     if facts.pool is None and not facts.clusters:
         return None
-    models = sum(each.cluster in facts.names for each in facts.members)
+    models = sum(each.cluster in facts.names for each in facts.sessions)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
     slots = sum(map(facts.slots_of, usable))
@@ -108,7 +108,7 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
 
 
 def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
-    """Return how many members get places on clusters from which they are moved again.
+    """Return how many sessions get places on clusters from which they are moved again.
 
     They are placed there only if no other cluster has a slot.
     """
@@ -116,35 +116,35 @@ def _to_move_on(facts: PoolFacts, places: Mapping[str, str]) -> int:
     return sum(cluster in left for cluster in places.values())
 
 
-def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[Member]:
-    """Yield the members that wait, in the order in which they get places."""
-    places = Counter(each.owner for each in facts.members if each.cluster in load)
-    return in_turn(facts.unplaced(), lambda member: member.owner, places)
+def _in_turn(facts: PoolFacts, load: Mapping[str, int]) -> Iterator[PoolSession]:
+    """Yield the sessions that wait, in the order in which they get places."""
+    places = Counter(each.owner for each in facts.sessions if each.cluster in load)
+    return in_turn(facts.unplaced(), lambda session: session.owner, places)
 
 
 def _place(
-    facts: PoolFacts, member: Member, load: Counter[str], owners: set[tuple[str | None, str]]
+    facts: PoolFacts, session: PoolSession, load: Counter[str], owners: set[tuple[str | None, str]]
 ) -> str | None:
-    """Return the cluster for a member: one that serves its owner, else the least loaded.
+    """Return the cluster for a session: one that serves its owner, else the least loaded.
 
-    A member that was being moved has a slot on its target. Outdated clusters come last, so that
+    A session that was being moved has a slot on its target. Outdated clusters come last, so that
     they can be replaced.
     """
     if facts.pool is None:
         return None
-    target = member.moving_to
+    target = session.moving_to
     free = [
         each.name
         for each in facts.clusters
         if each.is_ready and each.offers_slots and not each.is_cordoned
-        if facts.has_slot(each, load[each.name] - (each.name == target), member)
+        if facts.has_slot(each, load[each.name] - (each.name == target), session)
     ]
     outdated = {cluster.name for cluster in facts.clusters if cluster.is_outdated}
     if target in free and target not in outdated:
         return target
     return min(
         free,
-        key=lambda name: (name in outdated, (name, member.owner) not in owners, load[name], name),
+        key=lambda name: (name in outdated, (name, session.owner) not in owners, load[name], name),
         default=None,
     )
 
@@ -159,7 +159,7 @@ def _offering_slots(facts: PoolFacts) -> list[Cluster]:
 
 def _new_clusters(
     facts: PoolFacts,
-    waiting: Sequence[Member],
+    waiting: Sequence[PoolSession],
     load: Counter[str],
     delete: Sequence[str],
     moves: Moves,
@@ -168,7 +168,7 @@ def _new_clusters(
     if pool is None or facts.is_closed:
         return ()
     usable = [cluster for cluster in _offering_slots(facts) if cluster.name not in delete]
-    due = [member for member in waiting if not usable or _due(member, pool) <= facts.now]
+    due = [session for session in waiting if not usable or _due(session, pool) <= facts.now]
     lasting = [cluster for cluster in usable if not cluster.is_left]
     # A run that waits fits none of the ready clusters, although a smaller one may.
     others = [each for each in usable if not each.is_ready or each.is_cordoned]
@@ -184,27 +184,27 @@ def _new_clusters(
         moves.without_room - facts.free(starting, load),
     )
     moved = min(lacking, pool.slots)
-    # Rounded up: the last of several waiting members needs a cluster too.
+    # Rounded up: the last of several waiting sessions needs a cluster too.
     needed = -(-max(0, wanted, moved) // facts.slots_of_next())
     missing = pool.min_clusters - len(usable)
     # A cluster that is being deleted still has its pods.
     allowed = pool.max_clusters - len(facts.clusters)
     number = max(0, min(max(needed, missing), allowed))
-    # A member that was placed on a lost cluster must not be mistaken for one on its successor.
-    known = {name for each in facts.members for name in (each.cluster, each.moving_to)}
+    # A session that was placed on a lost cluster must not be mistaken for one on its successor.
+    known = {name for each in facts.sessions for name in (each.cluster, each.moving_to)}
     taken = facts.names | known
     names = (f"{facts.prefix}-{index}" for index in range(len(taken) + number))
     return tuple([name for name in names if name not in taken][:number])
 
 
-def _due(member: Member, pool: Pool) -> datetime:
-    """Return when a cluster may be started for a waiting member."""
-    assert member.waits_since is not None  # noqa: S101 - it waits
-    return member.waits_since + timedelta(seconds=pool.scale_up_after_seconds)
+def _due(session: PoolSession, pool: Pool) -> datetime:
+    """Return when a cluster may be started for a waiting session."""
+    assert session.waits_since is not None  # noqa: S101 - it waits
+    return session.waits_since + timedelta(seconds=pool.scale_up_after_seconds)
 
 
 def _failed_clusters(facts: PoolFacts) -> tuple[str, ...]:
-    """Return clusters that can't serve any more; their members get other places, if they have any.
+    """Return clusters that can't serve any more; their sessions get other places, if they have any.
 
     A cluster has no pods when its start has failed, so only saved state can be continued.
     """
@@ -213,9 +213,9 @@ def _failed_clusters(facts: PoolFacts) -> tuple[str, ...]:
 
 
 def _surplus_clusters(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], homeless: int
+    facts: PoolFacts, waiting: Sequence[PoolSession], load: Counter[str], homeless: int
 ) -> tuple[str, ...]:
-    """Return clusters to delete: without members, and too many or unused for long enough."""
+    """Return clusters to delete: without sessions, and too many or unused for long enough."""
     usable = _offering_slots(facts) if facts.pool is not None else _usable(facts)
     least, most = (facts.pool.min_clusters, facts.pool.max_clusters) if facts.pool else (0, 0)
     empty = sorted(
@@ -225,7 +225,7 @@ def _surplus_clusters(
     excess = max(0, len(_usable(facts)) - most)
     suspended = _suspended_clusters(facts, load)[:excess]
     surplus = empty[: excess - len(suspended)]
-    # While members wait, a cluster that starts is needed, however long that takes.
+    # While sessions wait, a cluster that starts is needed, however long that takes.
     unused = [
         cluster
         for cluster in empty
@@ -241,25 +241,25 @@ def _surplus_clusters(
 
 
 def _suspended_clusters(facts: PoolFacts, load: Counter[str]) -> list[str]:
-    """Return clusters without members that an administrator has suspended; they offer no slots."""
+    """Return clusters without sessions that an administrator has suspended; they offer no slots."""
     if facts.pool is None:
         return []
     idle = (each for each in _usable(facts) if each.is_suspended and not load[each.name])
     return sorted(cluster.name for cluster in idle)
 
 
-def _spare_slots(pool: Pool, waiting: Sequence[Member], load: Counter[str]) -> int:
+def _spare_slots(pool: Pool, waiting: Sequence[PoolSession], load: Counter[str]) -> int:
     """Return how many slots must be free: none if the pool is not in use."""
     return pool.spare_slots if waiting or load.total() else 0
 
 
 def _drained_clusters(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
-    """Return clusters that are drained and have no members any more."""
+    """Return clusters that are drained and have no sessions any more."""
     return tuple(each.name for each in _usable(facts) if each.is_draining and not load[each.name])
 
 
 def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
-    """Return a cluster without members to replace, if all others work: one after the other."""
+    """Return a cluster without sessions to replace, if all others work: one after the other."""
     if any(cluster.is_stopping or not cluster.is_ready for cluster in facts.clusters):
         return ()
     if facts.pool is not None and len(facts.clusters) < facts.pool.min_clusters:
@@ -269,17 +269,17 @@ def _outdated_cluster(facts: PoolFacts, load: Counter[str]) -> tuple[str, ...]:
 
 
 def _unused_at(facts: PoolFacts, cluster: Cluster) -> datetime:
-    """Return when a cluster without members may be deleted."""
+    """Return when a cluster without sessions may be deleted."""
     seconds = facts.pool.scale_down_after_seconds if facts.pool is not None else 0
     return cluster.unused_since + timedelta(seconds=seconds)
 
 
 def _changes_at(
-    facts: PoolFacts, waiting: Sequence[Member], load: Counter[str], moves: Moves
+    facts: PoolFacts, waiting: Sequence[PoolSession], load: Counter[str], moves: Moves
 ) -> datetime | None:
     if facts.pool is None:
         return None
-    moments = [_due(member, facts.pool) for member in waiting]
+    moments = [_due(session, facts.pool) for session in waiting]
     moments += [each for each in (facts.closed_until, moves.changes_at) if each is not None]
     moments += [each for each in facts.ending.values() if each is not None]
     moments += [each for each in map(silent_at, facts.without_room()) if each is not None]
@@ -291,38 +291,38 @@ def _changes_at(
 
 
 def _why_ending(facts: PoolFacts) -> dict[str, str]:
-    """Return the messages of members whose cluster is gone and whose head has not ended."""
+    """Return the messages of sessions whose cluster is gone and whose head has not ended."""
     return {
-        member.name: (
-            f"pool cluster {member.cluster} was deleted, but its head is still running and may be"
+        session.name: (
+            f"pool cluster {session.cluster} was deleted, but its head is still running and may be"
             " saving the state; the session gets another place when the head has ended"
         )
-        for member in facts.waiting_for_heads()
+        for session in facts.waiting_for_heads()
     }
 
 
 def _why_without_room(
     facts: PoolFacts,
-    lacking: Iterable[Member],
+    lacking: Iterable[PoolSession],
     rooms: Mapping[str, str],
     moves: Moves,
     why_waiting: str,
 ) -> dict[str, str]:
-    """Return the messages of members without room on their cluster, unless they are moved now.
+    """Return the messages of sessions without room on their cluster, unless they are moved now.
 
     Others share the cluster, so the messages have only numbers of it.
     """
     clusters = {each.name: each for each in facts.clusters}
     found = {}
-    for member in lacking:
-        cluster = clusters[member.cluster or ""]
+    for session in lacking:
+        cluster = clusters[session.cluster or ""]
         takes = ""
-        if cluster.capacity is not None and member.rank:
-            size = size_of(member, cluster.capacity)
-            takes = f" of rank {member.rank} ({size} bytes)"
-        is_next = member.name in rooms
-        why = "other runs are moved first" if is_next else moves.held.get(member.name, why_waiting)
-        found[member.name] = (
+        if cluster.capacity is not None and session.rank:
+            size = size_of(session, cluster.capacity)
+            takes = f" of rank {session.rank} ({size} bytes)"
+        is_next = session.name in rooms
+        why = "other runs are moved first" if is_next else moves.held.get(session.name, why_waiting)
+        found[session.name] = (
             f"the memory of pool cluster {cluster.name} has no room for its adapter{takes}, with"
             f" {len(cluster.held)} models there; it is moved when another has room: {why}"
         )
@@ -330,7 +330,7 @@ def _why_without_room(
 
 
 def _why_waiting(facts: PoolFacts, create: Iterable[str], load: Counter[str]) -> str:
-    """Return the message of all members that wait."""
+    """Return the message of all sessions that wait."""
     if facts.pool is None:
         return "the BaseModel has no pool"
     if facts.is_closed:

@@ -125,7 +125,7 @@ def decision_about(observed: Observed, desired: ResolvedSpec | Rejection) -> Dec
     spec, base_model = observed.session.spec, observed.base_model
     idle = idle_policy(spec, base_model)
     # Without pods, a rejected session waits to be accepted, which does not count as idle time.
-    has_own_pods = observed.has_pods and not observed.is_member
+    has_own_pods = observed.has_pods and not observed.is_in_pool
     if isinstance(desired, Rejection) and not has_own_pods:
         idle = None
     if spec.sharing == "Shared" and idle is not None and idle.action != "Delete":

@@ -38,7 +38,7 @@ from tinkercloud_operator.decide.session.lifetime import (
     decision_about,
     stopping_since,
 )
-from tinkercloud_operator.decide.session.members import reconcile_member
+from tinkercloud_operator.decide.session.pool_session import reconcile_in_pool
 from tinkercloud_operator.decide.session.saving import (
     Kind,
     is_save_recorded,
@@ -70,8 +70,8 @@ _QUEUE_SECONDS = 60.0
 
 def reconcile(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session."""
-    if observed.is_member:
-        return reconcile_member(observed, settings)
+    if observed.is_in_pool:
+        return reconcile_in_pool(observed, settings)
     if observed.session.deleted is not None:
         return _finalize(observed, settings)
     desired = _desired_spec(observed, settings)

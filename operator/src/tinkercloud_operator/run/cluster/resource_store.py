@@ -178,17 +178,17 @@ class Watched:
         has_cluster = self.children.has_cluster(session["metadata"]["name"])
         return not (has_cluster or self._quota_message(session))
 
-    def pool_cluster(self, session: str) -> PoolCluster | None:
+    def pool_cluster(self, session_name: str) -> PoolCluster | None:
         """Return the pool cluster of a session, or its spare, if it has one that exists."""
-        member = self.sessions.get(session)
-        if member is None:
+        session = self.sessions.get(session_name)
+        if session is None:
             return None
-        name, namespace = member["spec"].get("poolCluster"), member["metadata"]["namespace"]
+        name, namespace = session["spec"].get("poolCluster"), session["metadata"]["namespace"]
         manifest = self.sessions.get(name) if name is not None else None
         if name is None or manifest is None or not is_cluster(manifest):
             return None
-        is_shared = member["spec"].get("sharing") == "Shared"
-        if not is_shared and taken_by(manifest) != member["metadata"]["uid"]:
+        is_shared = session["spec"].get("sharing") == "Shared"
+        if not is_shared and taken_by(manifest) != session["metadata"]["uid"]:
             return None
         status = parsing.session_status(manifest)
         ready = find(status.conditions, ConditionType.READY)
@@ -217,7 +217,7 @@ class Watched:
         found = {name: self.children.ending_head(str(name), now) for name in gone}
         return {str(name): head for name, head in found.items() if head is not None}
 
-    def members_of(self, cluster: Manifest) -> list[str]:
+    def pool_sessions_of(self, cluster: Manifest) -> list[str]:
         """Return the sessions that a pool cluster serves."""
         name = cluster["metadata"]["name"]
         return [

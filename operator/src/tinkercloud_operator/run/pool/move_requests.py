@@ -68,18 +68,18 @@ class MoveRequests:
         Otherwise a head could give a model away after it was taken back.
         """
         clusters = {cluster.name: cluster for cluster in facts.clusters}
-        members = {member.name: member for member in facts.members}
+        known = {session.name: session for session in facts.sessions}
         for name in sessions:
-            member = members[name]
-            source = clusters[member.cluster or ""]
+            session = known[name]
+            source = clusters[session.cluster or ""]
             pending = {incarnation for _, incarnation in self._head_saver.pending(name)}
             if source.incarnation in pending:
                 continue
-            if member.model_id and source.is_ready and source.endpoint and source.incarnation:
+            if session.model_id and source.is_ready and source.endpoint and source.incarnation:
                 # What the head did before will not be true any more.
                 self._forget(name)
                 request = kind(
-                    source.name, source.endpoint, source.incarnation, member.model_id, _SECONDS
+                    source.name, source.endpoint, source.incarnation, session.model_id, _SECONDS
                 )
                 self._head_saver.submit(name, request)
 

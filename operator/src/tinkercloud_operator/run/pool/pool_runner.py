@@ -15,7 +15,7 @@ from tinkercloud_operator.decide.pods.deadlines import awaited_until
 from tinkercloud_operator.decide.pool.head_answers import ASK_AGAIN_SECONDS
 from tinkercloud_operator.decide.pool.pool_facts import (
     is_cluster,
-    is_member,
+    is_in_pool,
     is_of_pool,
     pool_facts,
 )
@@ -69,7 +69,7 @@ class Pools:
         self._deleting: set[str] = set()
         """Uids of clusters whose deletion may not be visible yet."""
         self._seen: dict[str, Manifest] = {}
-        """What the members of each cluster depend on, by the cluster's name."""
+        """What the sessions of each cluster depend on, by the cluster's name."""
         self._cordoned: frozenset[str] = frozenset()
         """Cordoned nodes."""
         self._waiting: dict[str, str] = {}
@@ -130,7 +130,7 @@ class Pools:
     def note_saved(self, session: str) -> None:
         """Record that a head has completed, or refused, a request for a session."""
         known = self._watched.sessions.get(session)
-        if known is not None and is_member(known):
+        if known is not None and is_in_pool(known):
             self._queue.add(str(known["spec"].get("baseModel", "")))
 
     def note(self, kind: str, manifest: Manifest, *, is_gone: bool = False) -> None:
@@ -149,7 +149,7 @@ class Pools:
             self._note_cluster(manifest, is_gone=is_gone)
         for model_name in self._spares.note(manifest, is_gone=is_gone):
             self._queue.add(model_name)
-        if is_cluster(manifest) or is_member(manifest):
+        if is_cluster(manifest) or is_in_pool(manifest):
             self._queue.add(str(manifest["spec"].get("baseModel", "")))
 
     def _note_pod(self, pod: Manifest) -> None:
@@ -162,7 +162,7 @@ class Pools:
                 self._queue.add(str(session["spec"].get("baseModel", "")))
 
     def _note_cluster(self, manifest: Manifest, *, is_gone: bool) -> None:
-        """Enqueue the members of a cluster if what their status depends on has changed."""
+        """Enqueue the sessions of a cluster if what their status depends on has changed."""
         name, status = manifest["metadata"]["name"], manifest.get("status", {})
         seen = {
             "is_leaving": is_gone or "deletionTimestamp" in manifest["metadata"],
@@ -175,7 +175,7 @@ class Pools:
         if not is_gone:
             self._seen[name] = seen
         if seen != before:
-            for session in self._watched.members_of(manifest):
+            for session in self._watched.pool_sessions_of(manifest):
                 self._enqueue(session)
 
     def enqueue_all(self) -> None:
@@ -262,14 +262,14 @@ class Pools:
             self._queue.add_after(model_name, ASK_AGAIN_SECONDS)
 
     def _record(self, facts: PoolFacts, known: dict[str, str], new: Mapping[str, str]) -> None:
-        for member in facts.members:
-            before, message = known.get(member.name), new.get(member.name)
+        for session in facts.sessions:
+            before, message = known.get(session.name), new.get(session.name)
             if message is None:
-                known.pop(member.name, None)
+                known.pop(session.name, None)
             else:
-                known[member.name] = message
+                known[session.name] = message
             if message != before:
-                self._enqueue(member.name)
+                self._enqueue(session.name)
 
     async def _place(self, session: str, cluster: str) -> KubernetesError | None:
         """Give a session a place; return the failure of an attempt."""

@@ -37,7 +37,7 @@ _LEAST_REMOVAL_SECONDS = 15.0
 """Time limit for dropping a model of a head, even if no time is given to save it."""
 
 
-def reconcile_member(observed: Observed, settings: Settings) -> Plan:
+def reconcile_in_pool(observed: Observed, settings: Settings) -> Plan:
     """Return the plan for a session that shares a cluster."""
     session = observed.session
     resolved = resolve(session.spec, observed.base_model, observed.limits.sessions_of_owner)
