@@ -34,10 +34,10 @@ SECRET_KEYS = (labels.TOKEN_KEY, "auth_token")
 
 _TERMINATION_LOG = "/dev/termination-log"
 """Kubernetes' default path of the termination message of a container."""
-_SNAPSHOT_SHARE = 0.5
-"""Share of the head's scratch space for sampling snapshots; half of it if the base model is stored
-there too. The latest snapshot and those in use do not count, and new ones are being written."""
-_WHOLE_SNAPSHOT_SHARE = 0.15
+_VERSION_SHARE = 0.5
+"""Share of the head's scratch space for sampler versions; half of it if the base model is stored
+there too. The latest version and those in use do not count, and new ones are being written."""
+_WHOLE_VERSION_SHARE = 0.15
 """The same of a head whose scratch space has a whole model's journal (`WHOLE_MODEL_SHARE`). Its
 only model never leaves, so that idle models have no share."""
 _PAGED_SHARE = 0.25
@@ -78,7 +78,7 @@ def head_config(build: Build) -> HeadConfig:
             max_lora_rank=base_model.limits.max_lora_rank,
             max_context_length=base_model.max_context_length,
             max_snapshot_bytes=_head_scratch(
-                build.resolved, _WHOLE_SNAPSHOT_SHARE if keeps_whole else _SNAPSHOT_SHARE
+                build.resolved, _WHOLE_VERSION_SHARE if keeps_whole else _VERSION_SHARE
             ),
             max_placed_bytes=_placed_bytes(build.resolved),
             max_paged_bytes=_paged_bytes(build.resolved),
@@ -133,7 +133,7 @@ def _placed_bytes(resolved: ResolvedSpec) -> int:
     """Return a trainer pod's limit for whole models; see `_head_scratch`."""
     if resolved.trainer is None:
         return Limits().max_placed_bytes
-    return _trainer_scratch(resolved, resolved.trainer, _SNAPSHOT_SHARE)
+    return _trainer_scratch(resolved, resolved.trainer, _VERSION_SHARE)
 
 
 def _paged_bytes(resolved: ResolvedSpec) -> int:

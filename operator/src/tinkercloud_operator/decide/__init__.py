@@ -1,1 +1,1 @@
-"""Decisions: from a snapshot of one session to actions, a status and a deadline. Pure."""
+"""Decisions: from one session as observed to actions, a status and a deadline. Pure."""

@@ -1,1 +1,1 @@
-"""The resolved spec of a session and the snapshot of its objects in the cluster. Pure."""
+"""The resolved spec of a session and its objects as last observed in the cluster. Pure."""

@@ -1,4 +1,4 @@
-"""A snapshot of one TrainingSession and its surroundings: plain data, without I/O.
+"""One TrainingSession and its surroundings as last observed: plain data, without I/O.
 
 `reconcile` decides from this alone; the current time is part of it.
 """

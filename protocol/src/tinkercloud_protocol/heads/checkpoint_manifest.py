@@ -27,13 +27,13 @@ old checkpoint or the new one, never a mixture, wherever the writer crashes.
 `SuspendedManifest`, and the sub-folder it names, which contains the same files and also
 
     head.json, bodies.bin          waiting requests, results that may be requested, samplers
-    sampler-<digest>.safetensors   weights of unnamed snapshots
+    sampler-<digest>.safetensors   weights of unnamed versions
 
 The folder remains after the run was resumed in another head, until the run is suspended again or
 deleted; its generation prevents it from being used twice. A head that resumes a run that it
 suspended itself deletes the folder first.
 
-`<root>/runs/<run id>/evicted/` has weights of unnamed snapshots that a head had no room for, one
+`<root>/runs/<run id>/evicted/` has weights of unnamed versions that a head had no room for, one
 file each. `head.json` names those of a suspended run; they are not copied.
 
 Each file of a checkpoint is in its manifest with its SHA-256, and so is the manifest itself

@@ -475,7 +475,7 @@ class HeldModel(_Answer):
     model_bytes: int = 0
     """Size of weights, gradient and moments in memory, at the rank that takes most of it."""
     sampler_bytes: int = 0
-    """Size of the model's unnamed snapshots, in memory and in scratch_dir."""
+    """Size of the model's unnamed versions, in memory and in scratch_dir."""
     result_bytes: int = 0
     """Size of the results of the model and its samplers."""
     step: int | None = None

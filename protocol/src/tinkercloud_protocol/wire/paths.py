@@ -149,7 +149,7 @@ def suspended_prefix(run_id: str) -> str:
 
 
 def evicted_prefix(run_id: str) -> str:
-    """Return the folder of a run's unnamed snapshots that its head had no room for."""
+    """Return the folder of a run's unnamed sampler versions that its head had no room for."""
     return f"{run_prefix(run_id)}/evicted"
 
 

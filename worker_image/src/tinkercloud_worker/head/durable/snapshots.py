@@ -79,7 +79,7 @@ class Snapshots:
         # From here on without a pause, so that nothing arrives in between.
         head = self.suspension.head_state(self.model, [], bodies)
         samplers, model_id = self.suspension.samplers, self.model.model_id
-        published, sessions = samplers.of_model(model_id), samplers.snapshots_of_model(model_id)
+        published, sessions = samplers.of_model(model_id), samplers.unnamed_of_model(model_id)
         head = head.model_copy(update={"gradient_lost": lost})
         metrics.SNAPSHOT_PAUSE_SECONDS.observe(time.monotonic() - began)
         return Snapshot(writer, state, gradient, head, bodies, published, sessions)

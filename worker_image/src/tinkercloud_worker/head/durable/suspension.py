@@ -211,7 +211,7 @@ class Suspension:
             results=[_stored_result(kept, bodies) for kept in self._kept_results(model, state)],
             samples=samples,
             samplers=[],
-            evicted=self.samplers.evicted.find(self.samplers.snapshots_of_model(model.model_id)),
+            evicted=self.samplers.evicted.find(self.samplers.unnamed_of_model(model.model_id)),
             keys=model.given_numbers.keys,
             unsaved_changes=model.operations.schedule.unsaved,
             latest_checkpoint=model.operations.checkpoints.to_resume_from(),

@@ -1,4 +1,4 @@
-"""Weights of unnamed snapshots that a head has no room for: adapters, in the checkpoint store.
+"""Weights of unnamed sampler versions that a head has no room for: adapters in the store.
 
 They stay there, in the folder of their run, until they are too many, their session is deleted, or
 their run is. The state of a suspended run names them, so that the next head finds them. The space
@@ -189,7 +189,7 @@ def unknown(session: str) -> NotFound:
     """Return the error that reports a sampling session that is unknown."""
     return NotFound(
         f"sampling session {session!r} is unknown: it was deleted, or its unnamed"
-        " snapshot was too old to be saved when the run was suspended; save the"
+        " version was too old to be saved when the run was suspended; save the"
         " weights again"
     )
 
@@ -197,7 +197,7 @@ def unknown(session: str) -> NotFound:
 def gone(session: str, limits: Limits) -> NotFound:
     """Return the error that reports a sampling session whose evicted weights are not stored."""
     return NotFound(
-        f"the weights of sampling session {session!r} were evicted: all unnamed snapshots"
+        f"the weights of sampling session {session!r} were evicted: all unnamed versions"
         f" together may use limits.max_snapshot_bytes ({limits.max_snapshot_bytes}), and evicted"
         " adapters limits.max_stored_snapshot_bytes of the checkpoint store"
         f" ({limits.max_stored_snapshot_bytes}). To keep weights, save"

@@ -1,14 +1,14 @@
 """Sampling sessions, and the version of the weights that each of them samples from.
 
-A snapshot session keeps the version it was created with. The inflight sessions of a model share one
-version, which every inflight save replaces (`tinker.types.SamplingClientKind`).
+A session of an unnamed version keeps the version it was created with. The inflight sessions of a
+model share one version, which every inflight save replaces (`tinker.types.SamplingClientKind`).
 
-Clients release snapshots only when their whole session ends, and many create one at every step. So
+Clients release versions only when their whole session ends, and many create one at every step. So
 beyond `Limits.max_snapshot_bytes` the least recently used weights are evicted, whichever sampler
-holds them. Weights of a checkpoint, and adapters of snapshots, which move to the checkpoint store,
-are loaded again for the next sample. Snapshots of whole models, and adapters that are too many for
-`Limits.max_stored_snapshot_bytes`, are lost. Weights in use, and the latest of each model, are
-never evicted.
+holds them. Weights of a checkpoint, and adapters of unnamed versions, which move to the checkpoint
+store, are loaded again for the next sample. Unnamed versions of whole models, and adapters that are
+too many for `Limits.max_stored_snapshot_bytes`, are lost. Weights in use, and the latest of each
+model, are never evicted.
 """
 
 import asyncio
@@ -57,18 +57,18 @@ class Samplers:
         self._loads: dict[str, asyncio.Task[str]] = {}
         """Task that publishes the version of such a session, or publishes one that was evicted
         again. Without the task, its weights are not published."""
-        self._snapshots: dict[str, str | None] = {}
+        self._unnamed: dict[str, str | None] = {}
         """Session, which is also its version, to the model that published its weights; None once
         the model is gone. In order of publication, evicted ones included."""
         self._evicted: dict[str, None] = {}
-        """Sessions of snapshots that were evicted once, the first first."""
+        """Sessions of unnamed versions that were evicted once, the first first."""
         self._storing: dict[str, asyncio.Task[None]] = {}
-        """Snapshots that are being evicted, and may be stored."""
+        """Versions that are being evicted, and may be stored."""
         self._adapters: set[str] = set()
-        """Sessions of snapshots that can be stored."""
+        """Sessions of unnamed versions that can be stored."""
         limits = backend.config.limits
         self.evicted = EvictedWeights(backend.store, limits.max_stored_snapshot_bytes)
-        """The weights of evicted snapshots."""
+        """The weights of evicted versions."""
         self._inflight: dict[str, str] = {}
         """Model to the current version of its inflight sessions."""
         self._inflight_sessions: dict[str, str] = {}
@@ -82,8 +82,8 @@ class Samplers:
         self._num_versions = 0
 
     def __len__(self) -> int:
-        snapshots = len(self._snapshots) - len(self._evicted)
-        return len(self._specs) + snapshots + len(self._inflight_sessions)
+        versions = len(self._unnamed) - len(self._evicted)
+        return len(self._specs) + versions + len(self._inflight_sessions)
 
     def register(self, session_id: SamplingSessionId, spec: SamplerSpec) -> None:
         """Register a session of the base model or of a checkpoint. Idempotent."""
@@ -104,7 +104,7 @@ class Samplers:
     def payer_of(self, session_id: SamplingSessionId) -> Payer:
         """Return who pays for a request to a session: its owner, for the model that it samples."""
         name = str(session_id)
-        model = session_id.model or self._inflight_sessions.get(name) or self._snapshots.get(name)
+        model = session_id.model or self._inflight_sessions.get(name) or self._unnamed.get(name)
         spec = self._specs.get(name)
         if model is None and spec is not None and spec.model_path is not None:
             model = CheckpointPath.parse(spec.model_path).run_id
@@ -143,7 +143,7 @@ class Samplers:
             InvalidRequest: it exists.
         """
         name = str(session_id)
-        all_sessions = (self._specs, self._snapshots, self._inflight_sessions)
+        all_sessions = (self._specs, self._unnamed, self._inflight_sessions)
         if any(name in known for known in all_sessions):
             raise InvalidRequest(
                 f"sampling_session_seq_id: {session_id.index} was already used in this session"
@@ -159,7 +159,7 @@ class Samplers:
         self._owners[name] = self._owners.get(str(model_id), "")
         self._usage.add(name, weights.size_bytes)
         # Only now may the model's previous weights be evicted.
-        self._snapshots[name] = str(model_id)
+        self._unnamed[name] = str(model_id)
         if isinstance(weights, WeightsSnapshot) and weights.lora is not None:
             self._adapters.add(name)
         await self._evict_to_fit()
@@ -206,7 +206,7 @@ class Samplers:
                 await self.retire(SamplingSessionId.parse(next(iter(self._evicted))))
 
     async def _store(self, name: str) -> None:
-        """Begin to store the weights of a snapshot that is being evicted, if they can be stored."""
+        """Begin to store the weights of a version that is being evicted, if they can be stored."""
         if name not in self._adapters or self.evicted.is_off:
             return
         if not await self.evicted.ready():
@@ -218,14 +218,14 @@ class Samplers:
             log.warning("evicted weights can't be stored", session=name, reason=str(error))
             return
         # It may have been deleted meanwhile, or its model may be.
-        model = self._snapshots.get(name)
+        model = self._unnamed.get(name)
         if weights is not None and model is not None:
             self.evicted.begin(name, model, self._owners.get(model, ""), weights)
 
     def _latest(self) -> set[str]:
         """Return the names under which the latest weights of live models are kept."""
-        snapshots = {model: name for name, model in self._snapshots.items() if model is not None}
-        return {*snapshots.values(), *self._inflight.values(), *self.current.names}
+        latest = {model: name for name, model in self._unnamed.items() if model is not None}
+        return {*latest.values(), *self._inflight.values(), *self.current.names}
 
     async def _retire(self, name: str, version: str) -> None:
         self._usage.remove(name)
@@ -236,7 +236,7 @@ class Samplers:
         model = str(model_id)
         published = [
             self._describe(name, [name], is_inflight=False)
-            for name in reversed(_of_model(model, self._snapshots))
+            for name in reversed(_of_model(model, self._unnamed))
             if name not in self._evicted
         ]
         if (version := self._inflight.get(model)) is not None:
@@ -251,11 +251,11 @@ class Samplers:
         """Return the sessions of a model's own weights, including evicted ones."""
         model, current = str(model_id), str(SamplingSessionId.of_current_weights(model_id))
         inflight = _of_model(model, self._inflight_sessions)
-        return {*_of_model(model, self._snapshots), *inflight, current}
+        return {*_of_model(model, self._unnamed), *inflight, current}
 
-    def snapshots_of_model(self, model_id: ModelId) -> list[str]:
-        """Return the snapshot sessions of a model, evicted ones included, in their order."""
-        return _of_model(str(model_id), self._snapshots)
+    def unnamed_of_model(self, model_id: ModelId) -> list[str]:
+        """Return the sessions of a model's unnamed versions in their order, with evicted ones."""
+        return _of_model(str(model_id), self._unnamed)
 
     async def settled(self) -> None:
         """Wait until all weights that are being evicted are stored.
@@ -272,7 +272,7 @@ class Samplers:
         Before those that are not evicted: the last of a model counts as its latest.
         """
         for each in evicted:
-            self._snapshots[each.session] = str(model_id)
+            self._unnamed[each.session] = str(model_id)
             self._evicted[each.session] = None
             self._owners[each.session] = self._owners.get(str(model_id), "")
             self.evicted.add(each, self._owners[each.session])
@@ -308,7 +308,7 @@ class Samplers:
     async def _version(self, name: str) -> str:
         if (model := self._inflight_sessions.get(name)) is not None:
             return self._inflight[model]
-        if name in self._snapshots and name not in self._evicted:
+        if name in self._unnamed and name not in self._evicted:
             return name
         if (storing := self._storing.get(name)) is not None:
             await asyncio.wait({storing})
@@ -340,8 +340,8 @@ class Samplers:
         self._inflight_sessions.pop(name, None)
         self._specs.pop(name, None)
         self._adapters.discard(name)
-        is_published = name in self._snapshots and name not in self._evicted
-        self._snapshots.pop(name, None)
+        is_published = name in self._unnamed and name not in self._evicted
+        self._unnamed.pop(name, None)
         self._evicted.pop(name, None)
         load = self._loads.pop(name, None)
         if load is not None and not load.done():
@@ -359,8 +359,8 @@ class Samplers:
         for name in _of_model(model, self._inflight_sessions):
             del self._inflight_sessions[name]
             self._owners.pop(name, None)
-        for name in _of_model(model, self._snapshots):
-            self._snapshots[name] = None
+        for name in _of_model(model, self._unnamed):
+            self._unnamed[name] = None
         if (version := self._inflight.pop(model, None)) is not None:
             await self._retire(version, version)
 
