@@ -1,7 +1,7 @@
 # The commands for contributors and new users. `make help` lists them.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help install run demo routes test-tools test test-fast test-kills test-cluster-kills test-outages test-long test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-gpu rlve fuzz test-recipes clean
+.PHONY: help install run demo routes test-tools test test-fast test-kills test-cluster-kills test-outages test-long test-engines test-properties histories cluster-programs cluster-images test-cluster test-faults e2e release-check publish scale lint type docs compatibility generate protobuf check packages package-check images sbom publish-packages release-notes workflows bench bench-compare bench-gpu rlve fuzz test-recipes clean
 
 # Idle OpenMP threads must sleep: if they spin, a small machine becomes many times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -189,6 +189,9 @@ sbom: .venv/.installed ## list the packages of the images and their licences in 
 
 bench: .venv/.installed ## measure, and compare with a plain Hugging Face loop
 	@$(BIN)/python -m benchmarks
+
+bench-compare: .venv/.installed ## show what became worse from the result A to the result B of `make bench`
+	@$(BIN)/python -m benchmarks.compare $(A) $(B)
 
 bench-gpu: .venv/.installed ## check and measure the engine on this machine's GPU; without one, check that the command works
 	@$(BIN)/python -m benchmarks.gpu

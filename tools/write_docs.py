@@ -3,6 +3,7 @@
 docs/operate/configuration.md   from `Settings` of the API server and of the operator
 docs/operate/custom-resources.md from the definitions in crds/
 docs/understand/suspend-and-resume.md its drawings of states, from the table of transitions
+docs/benchmarks.md              from benchmarks/results
 docs/compatibility.md           from docs/compatibility.json, which `make compatibility` writes
 docs/contribute/evidence.md     from docs/contribute/evidence.yaml
 README.md                       Tinkercloud's column of the comparison, from the same file
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import benchmark_page
 import custom_resources
 import model_states
 import yaml
@@ -282,6 +284,7 @@ def main() -> None:
         EVIDENCE: evidence(),
         README: readme(),
         NOTEBOOK: notebook(),
+        benchmark_page.PAGE: benchmark_page.text(),
         compatibility.PAGE: compatibility.text(),
         custom_resources.PAGE: custom_resources.text(),
         model_states.PAGE: model_states.text(),

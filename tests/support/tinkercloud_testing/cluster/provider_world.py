@@ -214,8 +214,20 @@ class World:
     def new_session(self, known: list[str]) -> str:
         """Wait for a new session and return its name."""
         wait_until(lambda: bool(set(self.sessions()) - set(known)), "a TrainingSession")
-        [name] = set(self.sessions()) - set(known)
-        return name
+        made = [self.session(name) for name in set(self.sessions()) - set(known)]
+        assert len(made) == 1, [each["spec"] for each in made]
+        return str(made[0]["metadata"]["name"])
+
+    def session_of(self, model_id: str) -> str:
+        """Wait for the session of a run and return its name."""
+
+        def found() -> list[str]:
+            listed = self.cluster.objects("trainingsessions", self.namespace)
+            mine = [each for each in listed if each["spec"].get("modelId") == model_id]
+            return [each["metadata"]["name"] for each in mine]
+
+        wait_until(lambda: bool(found()), f"the TrainingSession of {model_id}")
+        return found()[0]
 
     def say(
         self, name: str, *conditions: tuple[ConditionType, str, Reason, str], **status: Any
