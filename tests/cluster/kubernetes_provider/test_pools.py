@@ -98,11 +98,10 @@ def test_an_object_of_another_owner_in_the_same_pool_is_like_one_that_does_not_e
 def test_a_run_without_a_place_reports_what_it_waits_for(
     pool: Pool, world: World, server: Server
 ) -> None:
-    known = world.sessions()
     session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
     promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
-    name = world.new_session(known)
+    name = world.session_of(f"{session_id}:train:0")
     world.say(name, (ConditionType.READY, "False", Reason.POOL_FULL, "all 8 slots are taken"))
 
     def waiting() -> dict[str, object]:
@@ -130,13 +129,13 @@ def impatient(world: World) -> Iterator[Server]:
 def test_the_model_of_a_silent_client_leaves_the_memory_of_the_cluster_until_it_is_used_again(
     pool: Pool, world: World, server: Server, impatient: Server
 ) -> None:
-    known = world.sessions()
     session_id = impatient.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
     lora = {"rank": 4, "seed": 1}
     promise = impatient.post("create_model", {**create, "lora_config": lora}).json()
-    world.place(world.new_session(known), pool.cluster)
-    model_id = impatient.result(promise["request_id"]).json()["model_id"]
+    model_id = f"{session_id}:train:0"
+    world.place(world.session_of(model_id), pool.cluster)
+    assert impatient.result(promise["request_id"]).json()["model_id"] == model_id
 
     def state() -> str:
         usage = impatient.request("GET", f"/api/v1/session_usage/{session_id}").json()

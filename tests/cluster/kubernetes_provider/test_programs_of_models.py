@@ -17,14 +17,13 @@ RLVE = {"enabled": True, "environment_list": ["Division"], "rollout_max_response
 def test_rlve_config_adds_a_program_whose_state_is_the_one_in_the_session(
     world: World, server: Server
 ) -> None:
-    known = world.sessions()
     session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
 
     answer = server.post("create_model", create | {"lora_config": {"rank": 4}, "rlve_config": RLVE})
 
     assert answer.status == 200, answer.body
-    name = world.new_session(known)
+    name = world.session_of(f"{session_id}:train:0")
     made = world.session(name)
     program = made["spec"]["program"]
     assert program["module"] == "tinkercloud_programs.rlve"

@@ -47,11 +47,10 @@ def test_a_created_model_is_a_training_session_that_ends_with_its_client(
 
 
 def test_a_queued_session_reports_what_it_waits_for(world: World, server: Server) -> None:
-    known = world.sessions()
     session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
     promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
-    name = world.new_session(known)
+    name = world.session_of(f"{session_id}:train:0")
     world.say(name, (ConditionType.READY, "False", Reason.QUEUED, "behind 3 others in research"))
 
     def waiting() -> dict[str, object]:
@@ -90,11 +89,10 @@ def test_a_session_that_never_fits_fails_its_run_at_once(
 def test_a_run_over_the_session_limit_of_its_owner_waits_and_reports_its_position(
     world: World, server: Server
 ) -> None:
-    known = world.sessions()
     session_id = server.post("create_session", {"sdk_version": "1"}).json()["session_id"]
     create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL}
     promise = server.post("create_model", {**create, "lora_config": {"rank": 4}}).json()
-    name = world.new_session(known)
+    name = world.session_of(f"{session_id}:train:0")
     world.say(name, (ConditionType.READY, "False", Reason.QUOTA_EXCEEDED, "number 2 of those"))
 
     def waiting() -> dict[str, object]:
