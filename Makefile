@@ -89,7 +89,7 @@ cluster-programs: .venv/.installed ## compile the programs of the test cluster, 
 	@$(BIN)/python tools/cluster/build.py $(CLUSTER_PROGRAMS) >/dev/null
 
 cluster-images: cluster-programs ## build the images of the test cluster and load them (15 minutes and 30 GB the first time)
-	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.prepare
+	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.image_build.prepare
 
 test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
 	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \

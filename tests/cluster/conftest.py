@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import ControlPlane, a_control_plane
-from tinkercloud_testing.cluster.existing import ExistingNodes, existing_cluster
-from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
-from tinkercloud_testing.cluster.kwok import KwokNodes, a_kwok_controller
-from tinkercloud_testing.cluster.lost_nodes import FurtherNodes, nodes_to_lose
-from tinkercloud_testing.cluster.node import RealNode, a_real_node
-from tinkercloud_testing.cluster.operators import RunningOperator
-from tinkercloud_testing.cluster.programs import state_folder
-from tinkercloud_testing.cluster.training_sessions import Sessions
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay, a_kuberay_operator
+from tinkercloud_testing.cluster.controllers.operators import RunningOperator
+from tinkercloud_testing.cluster.controllers.training_sessions import Sessions
+from tinkercloud_testing.cluster.image_build.programs import state_folder
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane, a_control_plane
+from tinkercloud_testing.cluster.kube_api.existing import ExistingNodes, existing_cluster
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes, a_kwok_controller
+from tinkercloud_testing.cluster.nodes.lost_nodes import FurtherNodes, nodes_to_lose
+from tinkercloud_testing.cluster.nodes.node import RealNode, a_real_node
 
 
 @pytest.hookimpl(optionalhook=True)

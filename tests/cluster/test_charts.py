@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.resources.charts import (
     CASES,
     CHART,

@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
 from tinkercloud_crds.generate import KINDS, definition
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import a_control_plane
-from tinkercloud_testing.cluster.existing import existing_cluster
-from tinkercloud_testing.cluster.kuberay import install_definitions as install_kuberay
-from tinkercloud_testing.cluster.older_kuberay import install_older_definition
-from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.controllers.kuberay import install_definitions as install_kuberay
+from tinkercloud_testing.cluster.controllers.older_kuberay import install_older_definition
+from tinkercloud_testing.cluster.image_build.programs import binary
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
+from tinkercloud_testing.cluster.kube_api.existing import existing_cluster
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import CHART, CRD_CHART, ROOT, HelmFailed, helm
 

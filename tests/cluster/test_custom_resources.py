@@ -12,7 +12,7 @@ import yaml
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.generate import FOLDERS, KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
 from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
 from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
 from tinkercloud_testing.resource_rules.rule import Rule

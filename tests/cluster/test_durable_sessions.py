@@ -18,7 +18,8 @@ import pytest
 import tinker
 
 from tinkercloud_testing.clients.training_loops import Loop
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.program_images import program_image
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -27,10 +28,9 @@ from tinkercloud_testing.cluster.installation import (
     values_of_one_node,
 )
 from tinkercloud_testing.cluster.installed_heads import InstalledHead
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
-from tinkercloud_testing.cluster.node import RealNode
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.lost_nodes import PLACEMENT, FurtherNodes
+from tinkercloud_testing.cluster.nodes.node import RealNode
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.small_models.models import save, tiny_llama
 

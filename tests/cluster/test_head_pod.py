@@ -26,18 +26,18 @@ from tinkercloud_protocol.heads.launch import HeadStatus, ModelSpec
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.future_responses import JSON, PROTOBUF
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.engine_image import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.engine_image import (
     an_external_server,
     engine_image,
     requested_paths,
 )
+from tinkercloud_testing.cluster.image_build.program_images import program_image
 from tinkercloud_testing.cluster.installation import a_secret
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.lost_nodes import PLACEMENT, FurtherNodes
-from tinkercloud_testing.cluster.node import RealNode, head_process
-from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.volumes import a_volume
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.lost_nodes import PLACEMENT, FurtherNodes
+from tinkercloud_testing.cluster.nodes.node import RealNode, head_process
+from tinkercloud_testing.cluster.nodes.volumes import a_volume
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.sessions import a_base_model, a_build, a_session
 from tinkercloud_testing.small_models.models import save, tiny_llama

@@ -20,8 +20,14 @@ from tinker import types
 from transformers import AutoTokenizer
 
 from tinkercloud_testing.clients.sdk_steps import a_text
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.existing import ExistingNodes
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.training_sessions import a_session
+from tinkercloud_testing.cluster.image_build.program_images import (
+    ARE_ASSEMBLED,
+    TARGETS,
+    layout_folder,
+    program_image,
+)
 from tinkercloud_testing.cluster.installation import (
     ALL_KINDS,
     RELEASE,
@@ -32,16 +38,10 @@ from tinkercloud_testing.cluster.installation import (
     make_volumes,
     values_of_one_node,
 )
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.program_images import (
-    ARE_ASSEMBLED,
-    TARGETS,
-    layout_folder,
-    program_image,
-)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.existing import ExistingNodes
+from tinkercloud_testing.cluster.nodes.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release, a_registry, publish
-from tinkercloud_testing.cluster.training_sessions import a_session
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import ROOT
 from tinkercloud_testing.small_models.models import save, smollm2, tiny_llama

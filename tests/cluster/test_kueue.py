@@ -11,23 +11,23 @@ import pytest
 from tinkercloud_api.providers.base import Pending
 from tinkercloud_api.providers.cluster.session_status import read_session, readiness
 from tinkercloud_crds.labels import OPERATOR_FIELD_MANAGER
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import ControlPlane
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kueue import QUEUES_LABEL, Kueue, a_kueue
-from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.kueue import QUEUES_LABEL, Kueue, a_kueue
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.training_sessions import (
+from tinkercloud_testing.cluster.controllers.training_sessions import (
     SOON_SECONDS,
     Sessions,
     a_base_model,
     a_volume,
 )
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane
+from tinkercloud_testing.cluster.kube_api.kwok import PLACEMENT, KwokNodes
 from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.harness.waiting import wait_until
 

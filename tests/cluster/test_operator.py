@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.training_sessions import (
+from tinkercloud_testing.cluster.controllers.training_sessions import (
     MODEL,
     SOON_SECONDS,
     Sessions,
@@ -23,6 +21,8 @@ from tinkercloud_testing.cluster.training_sessions import (
     a_session,
     a_volume,
 )
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.kwok import PLACEMENT, KwokNodes
 from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.harness.waiting import wait_until
 

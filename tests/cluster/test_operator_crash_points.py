@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.faulty_api import Trap
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.operators import install_definitions
-from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import install_definitions
+from tinkercloud_testing.cluster.controllers.training_sessions import Sessions, a_base_model
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.faulty_api import Trap
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
 from tinkercloud_testing.cluster.worlds import World, a_world
 from tinkercloud_testing.harness.waiting import wait_until
 

@@ -12,19 +12,23 @@ import yaml
 
 from tinkercloud_kube.errors import is_undeclared
 from tinkercloud_operator.children.raycluster import ray_cluster
-from tinkercloud_testing.cluster import kuberay as current_kuberay
-from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
-from tinkercloud_testing.cluster.control_plane import a_control_plane
-from tinkercloud_testing.cluster.existing import existing_cluster
-from tinkercloud_testing.cluster.older_kuberay import install_older_definition
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers import kuberay as current_kuberay
+from tinkercloud_testing.cluster.controllers.older_kuberay import install_older_definition
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import ROOT
-from tinkercloud_testing.cluster.training_sessions import SOON_SECONDS, Sessions, a_base_model
+from tinkercloud_testing.cluster.controllers.training_sessions import (
+    SOON_SECONDS,
+    Sessions,
+    a_base_model,
+)
+from tinkercloud_testing.cluster.image_build.programs import ROOT
+from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
+from tinkercloud_testing.cluster.kube_api.existing import existing_cluster
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.sessions import a_build
 

@@ -12,9 +12,21 @@ from uuid import uuid4
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import ControlPlane
-from tinkercloud_testing.cluster.faulty_api import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import (
+    RunningOperator,
+    install_definitions,
+    make_operator,
+    operator_account,
+)
+from tinkercloud_testing.cluster.controllers.training_sessions import (
+    CHILD_KINDS,
+    SOON_SECONDS,
+    Sessions,
+)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane
+from tinkercloud_testing.cluster.kube_api.faulty_api import (
     Fault,
     FaultyApi,
     a_faulty_api,
@@ -22,19 +34,7 @@ from tinkercloud_testing.cluster.faulty_api import (
     refusing,
     slow,
 )
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.operators import (
-    RunningOperator,
-    install_definitions,
-    make_operator,
-    operator_account,
-)
-from tinkercloud_testing.cluster.training_sessions import (
-    CHILD_KINDS,
-    SOON_SECONDS,
-    Sessions,
-)
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
 from tinkercloud_testing.cluster.worlds import PATIENCE, World, a_world
 from tinkercloud_testing.harness.waiting import wait_until
 

@@ -15,24 +15,24 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import a_control_plane
-from tinkercloud_testing.cluster.existing import existing_cluster
-from tinkercloud_testing.cluster.kuberay import KubeRay, a_kuberay_operator
-from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes, a_kwok_controller
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay, a_kuberay_operator
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.programs import Program, build_folder
-from tinkercloud_testing.cluster.training_sessions import (
+from tinkercloud_testing.cluster.controllers.training_sessions import (
     SOON_SECONDS,
     Sessions,
     a_base_model,
     a_volume,
 )
+from tinkercloud_testing.cluster.image_build.programs import Program, build_folder
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
+from tinkercloud_testing.cluster.kube_api.existing import existing_cluster
+from tinkercloud_testing.cluster.kube_api.kwok import PLACEMENT, KwokNodes, a_kwok_controller
 from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.harness.waiting import wait_until
 

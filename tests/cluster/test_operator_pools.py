@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.training_sessions import (
+from tinkercloud_testing.cluster.controllers.training_sessions import (
     SOON_SECONDS,
     Sessions,
     a_base_model,
     a_session,
     a_volume,
 )
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
 from tinkercloud_testing.cluster.worlds import PATIENCE
 from tinkercloud_testing.harness.waiting import wait_until
 

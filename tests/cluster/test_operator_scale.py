@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.scale import Load, measure, prepare
+from tinkercloud_testing.cluster.controllers.scale import Load, measure, prepare
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
 
 LOAD = Load(sessions=200, creates_per_second=5, steady_seconds=30, patience_seconds=600)
 SETTINGS = {"last_checkpoint_seconds": 1, "starts_in_order": False}

@@ -16,7 +16,8 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.clients.sdk_steps import step
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.program_images import program_image
 from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
@@ -25,9 +26,8 @@ from tinkercloud_testing.cluster.installation import (
     make_volumes,
     values_of_one_node,
 )
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import RealNode
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.node import RealNode
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.small_models.models import save, tiny_llama
 

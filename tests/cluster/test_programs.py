@@ -7,18 +7,23 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.installation import a_secret
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.operators import (
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.controllers.operators import (
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.training_sessions import MODEL, a_base_model, a_session, a_volume
+from tinkercloud_testing.cluster.controllers.training_sessions import (
+    MODEL,
+    a_base_model,
+    a_session,
+    a_volume,
+)
+from tinkercloud_testing.cluster.image_build.program_images import program_image
+from tinkercloud_testing.cluster.installation import a_secret
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
+from tinkercloud_testing.cluster.nodes.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.serving.servers import API_KEY, Server
 

@@ -18,7 +18,12 @@ import yaml
 from tinker import types
 
 from tinkercloud_testing.clients.sdk_steps import a_text
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.program_images import (
+    TARGETS,
+    layout_folder,
+    program_image,
+)
 from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
@@ -26,14 +31,9 @@ from tinkercloud_testing.cluster.installation import (
     an_installation,
     make_volumes,
 )
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import RealNode
-from tinkercloud_testing.cluster.node_config import REGISTRY
-from tinkercloud_testing.cluster.program_images import (
-    TARGETS,
-    layout_folder,
-    program_image,
-)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.node import RealNode
+from tinkercloud_testing.cluster.nodes.node_config import REGISTRY
 from tinkercloud_testing.cluster.releases import Release, a_registry, previous_tree, publish
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import ROOT

@@ -9,7 +9,7 @@ from urllib.request import Request, urlopen
 import pytest
 import tinker
 
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.image_build.program_images import program_image
 from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
@@ -18,8 +18,8 @@ from tinkercloud_testing.cluster.installation import (
     make_volumes,
     values_of_one_node,
 )
-from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.storage.postgresql import PostgreSQL, a_postgresql
 

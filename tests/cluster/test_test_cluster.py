@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
-from tinkercloud_testing.cluster.control_plane import ControlPlane
-from tinkercloud_testing.cluster.images import USER, Image
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.kwok import PLACEMENT, KwokNodes
-from tinkercloud_testing.cluster.node import HOST_ADDRESS, RealNode
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.images import USER, Image
+from tinkercloud_testing.cluster.image_build.program_images import program_image
+from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane
+from tinkercloud_testing.cluster.kube_api.kwok import PLACEMENT, KwokNodes
+from tinkercloud_testing.cluster.nodes.node import HOST_ADDRESS, RealNode
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import wait_until
 

@@ -18,8 +18,9 @@ import tinker
 from tinker import types
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
-from tinkercloud_testing.cluster.engine_image import engine_image, requested_paths
+from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
+from tinkercloud_testing.cluster.image_build.engine_image import engine_image, requested_paths
+from tinkercloud_testing.cluster.image_build.program_images import program_image
 from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
@@ -27,10 +28,9 @@ from tinkercloud_testing.cluster.installation import (
     make_volumes,
     values_of_one_node,
 )
-from tinkercloud_testing.cluster.kuberay import KubeRay
-from tinkercloud_testing.cluster.node import NAME as NODE
-from tinkercloud_testing.cluster.node import RealNode, head_process
-from tinkercloud_testing.cluster.program_images import program_image
+from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.nodes.node import NAME as NODE
+from tinkercloud_testing.cluster.nodes.node import RealNode, head_process
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.serving.servers import a_server
 from tinkercloud_testing.small_models.models import save, tiny_llama

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tinkercloud_testing.cluster.client import Cluster
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.provider_world import World, a_world
 from tinkercloud_testing.serving.servers import Server
 

@@ -10,7 +10,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_kube.client import Client, Page
 from tinkercloud_kube.errors import Expired, Unavailable
 from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.cluster.control_plane import ControlPlane
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane
 from tinkercloud_testing.cluster.provider_world import World, a_base_model, now
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.serving.servers import API_KEY, Server

@@ -17,7 +17,7 @@ import tinker
 from tinker import types
 
 from tinkercloud_testing.clients.sdk_steps import ADAM, a_datum, step
-from tinkercloud_testing.cluster.pool_worker import a_pool_worker
+from tinkercloud_testing.cluster.controllers.pool_worker import a_pool_worker
 from tinkercloud_testing.cluster.provider_world import Head, World, a_base_model
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 from tinkercloud_testing.serving.servers import Server

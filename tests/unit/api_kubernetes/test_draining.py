@@ -8,8 +8,8 @@ import pytest
 
 from tinkercloud_api.admin.draining import CannotDrain, Progress, cordon, drain
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.live_objects import LiveObjects
-from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
+from tinkercloud_testing.cluster.kube_api.live_objects import LiveObjects
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, a_memory_api
 from tinkercloud_testing.harness.waiting import reached
 
 ANYTHING = {"operator": "Exists"}

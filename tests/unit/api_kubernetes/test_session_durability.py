@@ -7,7 +7,7 @@ import pytest
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import TrainingSessionView, read_session
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
-from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, a_memory_api
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import a_session_manifest
 

@@ -22,7 +22,7 @@ from tinkercloud_operator.decide.session.reconcile import reconcile
 from tinkercloud_operator.decide.tenancy.tenant_status import tenant_status
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import ChildKey, Observed, Pod, PodProblem
-from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.image_build.programs import binary
 from tinkercloud_testing.resources.charts import ROOT, VERSION
 from tinkercloud_testing.resources.sessions import changed, observed
 

@@ -9,9 +9,14 @@ from typing import IO
 
 import pytest
 
-from tinkercloud_testing.cluster import image_store
-from tinkercloud_testing.cluster.image_store import ImageStore
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, write_archive
+from tinkercloud_testing.cluster.image_build import image_store
+from tinkercloud_testing.cluster.image_build.image_store import ImageStore
+from tinkercloud_testing.cluster.image_build.images import (
+    Image,
+    LayerCache,
+    add_bytes,
+    write_archive,
+)
 from tinkercloud_testing.harness.waiting import wait_until
 
 CTR = """

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tinkercloud_kube.client import Client
-from tinkercloud_testing.cluster.memory_api import Connection, a_memory_api
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, a_memory_api
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tinkercloud_kube.errors import (
     Unavailable,
     error_of,
 )
-from tinkercloud_testing.cluster.memory_api import Connection
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection
 from tinkercloud_testing.resources.sessions import a_session_manifest
 
 SESSIONS = "/apis/tinkercloud.dev/v1alpha1/namespaces/default/trainingsessions"

@@ -11,7 +11,7 @@ from tinkercloud_kube import informer as module
 from tinkercloud_kube.client import Client, Event, Page
 from tinkercloud_kube.errors import Expired, Unavailable
 from tinkercloud_kube.informer import Informer
-from tinkercloud_testing.cluster.memory_api import Connection
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection
 from tinkercloud_testing.harness.waiting import reached
 
 

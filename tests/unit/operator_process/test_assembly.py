@@ -19,7 +19,7 @@ from tinkercloud_operator.run import term
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import MOMENT, Connection
+from tinkercloud_testing.cluster.kube_api.memory_api import MOMENT, Connection
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/tinkercloud-operator"

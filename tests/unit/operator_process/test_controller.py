@@ -15,7 +15,7 @@ from tinkercloud_operator.run.handlers import WatchingFailed
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, Json
+from tinkercloud_testing.cluster.kube_api.memory_api import MOMENT, Connection, Json
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import a_base_model_manifest, a_session_manifest
 

@@ -19,7 +19,7 @@ from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.cluster.served_definitions import ServedDefinitions
 from tinkercloud_operator.settings import Settings
 from tinkercloud_operator.spec.observed import ChildKey
-from tinkercloud_testing.cluster.memory_api import Connection, Json, MemoryApi
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, Json, MemoryApi
 from tinkercloud_testing.resources.sessions import NOON, a_pod, a_status, observed
 from tinkercloud_testing.serving.metrics import metric_value
 

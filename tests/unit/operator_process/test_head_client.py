@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from tinkercloud_operator.decide.session.actions import GiveAway, RemoveModel, SaveRequest
 from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, SaveResult
-from tinkercloud_testing.cluster.memory_api import Connection
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection
 
 SECRET = "/api/v1/namespaces/default/secrets/pool-a-token"
 RUN = "one:train:0"

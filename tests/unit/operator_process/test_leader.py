@@ -11,7 +11,7 @@ from tinkercloud_kube.errors import NotLeading
 from tinkercloud_operator.run import leader
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import MOMENT, Connection, MemoryApi
+from tinkercloud_testing.cluster.kube_api.memory_api import MOMENT, Connection, MemoryApi
 
 NAME, NAMESPACE = "tinkercloud-operator", "default"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases/{NAME}"

@@ -9,8 +9,8 @@ import pytest
 from tinkercloud_kube.client import Page
 from tinkercloud_kube.errors import Rejected
 from tinkercloud_operator.run.cluster.node_taints import NodeTaints
-from tinkercloud_testing.cluster.live_objects import LiveObjects
-from tinkercloud_testing.cluster.memory_api import Connection
+from tinkercloud_testing.cluster.kube_api.live_objects import LiveObjects
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection
 
 NOTICE = {"key": "notice", "effect": "NoSchedule"}
 

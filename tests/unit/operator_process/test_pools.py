@@ -26,7 +26,7 @@ from tinkercloud_operator.run.pool.pool_runner import Pools
 from tinkercloud_operator.run.pool.spare_runner import Spares
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.heads.launch import HeadStatus
-from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, Json
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import (
     MODEL_NAME,

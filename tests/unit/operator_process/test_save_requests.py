@@ -12,7 +12,7 @@ from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, 
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, Json
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import a_base_model_manifest, a_session_manifest
 from tinkercloud_testing.serving.metrics import metric_value

@@ -16,7 +16,7 @@ from tinkercloud_operator.run.controller import Controller, DefinitionsMissing
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import ROUTES, Probes
 from tinkercloud_operator.settings import Settings
-from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, Json
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import a_session_manifest

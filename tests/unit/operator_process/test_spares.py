@@ -14,7 +14,7 @@ from tinkercloud_operator.run.cluster.save_requests import HeadSaver
 from tinkercloud_operator.run.pool.pool_memory import PoolMemory
 from tinkercloud_operator.run.pool.pool_runner import Pools
 from tinkercloud_operator.run.pool.spare_runner import Spares
-from tinkercloud_testing.cluster.memory_api import Connection, Json
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection, Json
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.resources.sessions import (
     MODEL_NAME,

@@ -13,10 +13,10 @@ import tinker
 import yaml
 
 from tinkercloud_testing.clients.sdk_clients import SdkClients
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.image_build.programs import binary
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.volumes import a_volume
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release
-from tinkercloud_testing.cluster.volumes import a_volume
 from tinkercloud_testing.harness.waiting import wait_until
 
 RELEASE = "tinkercloud"

@@ -12,9 +12,9 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.names import Names
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.cluster.client import KubectlFailed
 from tinkercloud_testing.cluster.installation import START_SECONDS, Installation
-from tinkercloud_testing.cluster.node import head_process
+from tinkercloud_testing.cluster.kube_api.client import KubectlFailed
+from tinkercloud_testing.cluster.nodes.node import head_process
 from tinkercloud_testing.harness.waiting import wait_until
 
 

@@ -24,8 +24,8 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig, DurabilityLevel
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, HeadStatus, Listen
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import ROOT
+from tinkercloud_testing.cluster.image_build.programs import ROOT
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 from tinkercloud_testing.serving.servers import Server

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from tinkercloud_testing.cluster.node_config import REGISTRY
-from tinkercloud_testing.cluster.program_images import TARGETS
-from tinkercloud_testing.cluster.programs import ROOT, Program, system_tool
+from tinkercloud_testing.cluster.image_build.program_images import TARGETS
+from tinkercloud_testing.cluster.image_build.programs import ROOT, Program, system_tool
+from tinkercloud_testing.cluster.nodes.node_config import REGISTRY
 from tinkercloud_testing.resources.charts import CHART, CRD_CHART
 
 _SETTINGS = """

@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.faulty_api import FaultyApi, a_faulty_api
-from tinkercloud_testing.cluster.operators import RunningOperator, make_operator, operator_account
-from tinkercloud_testing.cluster.training_sessions import Sessions, a_base_model, a_volume
+from tinkercloud_testing.cluster.controllers.operators import (
+    RunningOperator,
+    make_operator,
+    operator_account,
+)
+from tinkercloud_testing.cluster.controllers.training_sessions import (
+    Sessions,
+    a_base_model,
+    a_volume,
+)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.faulty_api import FaultyApi, a_faulty_api
 
 PATIENCE = {"last_checkpoint_seconds": 1, "drain_seconds": 1, "suspend_seconds": 1}
 """Short times to save: the heads of simulated pods are stand-ins, which have nothing to save."""

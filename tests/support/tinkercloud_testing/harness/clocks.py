@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.programs import ROOT
+from tinkercloud_testing.cluster.image_build.programs import ROOT
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.image_build.programs import binary
 
 ROOT = Path(__file__).parents[4]
 CHART = ROOT / "charts" / "tinkercloud"

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tinkercloud_testing.cluster.programs import Program
+from tinkercloud_testing.cluster.image_build.programs import Program
 
 MODULES = (
     "tinkercloud_worker.build_trainer",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.programs import ROOT, system_tool
+from tinkercloud_testing.cluster.image_build.programs import ROOT, system_tool
 from tinkercloud_testing.harness.waiting import wait_until
 
 CAN_MOUNT = os.access("/dev/loop-control", os.W_OK)

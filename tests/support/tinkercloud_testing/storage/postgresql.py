@@ -16,7 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.programs import ROOT, Program, state_folder, system_tool
+from tinkercloud_testing.cluster.image_build.programs import (
+    ROOT,
+    Program,
+    state_folder,
+    system_tool,
+)
 from tinkercloud_testing.harness.ports import free_port
 
 _USER = "tinkercloud"

@@ -15,9 +15,9 @@ from urllib.request import urlopen
 
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.control_plane import ControlPlane, own_address
-from tinkercloud_testing.cluster.programs import Program, build_folder
+from tinkercloud_testing.cluster.image_build.programs import Program, build_folder
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane, own_address
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import helm

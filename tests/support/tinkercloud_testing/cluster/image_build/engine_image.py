@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.images import (
+from tinkercloud_testing.cluster.image_build.images import (
     USER,
     Image,
     Layer,
@@ -19,15 +18,16 @@ from tinkercloud_testing.cluster.images import (
     add_bytes,
     add_tree,
 )
-from tinkercloud_testing.cluster.program_images import program_image
-from tinkercloud_testing.cluster.programs import layer_folder
+from tinkercloud_testing.cluster.image_build.program_images import program_image
+from tinkercloud_testing.cluster.image_build.programs import layer_folder
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.sglang.engine import REFUSES
 from tinkercloud_testing.sglang.source import sglang_sources
 
 _NAME = "tinkercloud.test/engine:test"
 _MODULES = "/opt/engine"
 _CACHE = "/opt/cache"
-_TESTING = Path(__file__).parents[1]
+_TESTING = Path(__file__).parents[2]
 # The processes of its ranks import this module too.
 _START = b"""from tinkercloud_testing.sglang.engine import main
 
@@ -131,7 +131,7 @@ def _server(key: str, port: int, adapters_folder: str, refuses: Sequence[str]) -
 
 def _fake() -> Layer:
     sources = sglang_sources()
-    ours = [*_TESTING.glob("*.py"), *_TESTING.glob("sglang/*.py")]
+    ours = [path for path in _TESTING.rglob("*.py") if "cluster" not in path.parts]
     files = [*sorted(ours), *sorted(sources.rglob("*.py"))]
     content = hashlib.sha256(b"".join(path.read_bytes() for path in files) + _START)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster import node_config
-from tinkercloud_testing.cluster.programs import Program, system_tool
+from tinkercloud_testing.cluster.image_build.programs import Program, system_tool
+from tinkercloud_testing.cluster.nodes import node_config
 from tinkercloud_testing.harness.waiting import wait_until
 
 NODE_RANGE = "10.243.0.0/24"

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_testing.cluster.certificates import write_kubeconfig
-from tinkercloud_testing.cluster.programs import binary
+from tinkercloud_testing.cluster.image_build.programs import binary
+from tinkercloud_testing.cluster.kube_api.certificates import write_kubeconfig
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 
 Manifest = Mapping[str, Any]

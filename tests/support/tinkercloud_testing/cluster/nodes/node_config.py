@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_testing.cluster.control_plane import POD_RANGE, ControlPlane
-from tinkercloud_testing.cluster.programs import build_folder
+from tinkercloud_testing.cluster.image_build.programs import build_folder
+from tinkercloud_testing.cluster.kube_api.control_plane import POD_RANGE, ControlPlane
 
 PAUSE_IMAGE = "tinkercloud.test/pause:1"
 CLUSTER_DNS = "10.96.0.10"

@@ -6,8 +6,8 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import BUILDER
+from tinkercloud_testing.cluster.image_build.programs import BUILDER
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 
 _MODULE = "github.com/ray-project/kuberay/ray-operator"
 _SUMS = {

@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tinkercloud_testing.cluster.images import Image, write_archive
-from tinkercloud_testing.cluster.node_config import REGISTRY
+from tinkercloud_testing.cluster.image_build.images import Image, write_archive
+from tinkercloud_testing.cluster.nodes.node_config import REGISTRY
 
 OUR_IMAGES = "tinkercloud.test/"
 _GARBAGE_LEASE = "garbage"

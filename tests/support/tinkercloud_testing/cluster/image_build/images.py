@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tinkercloud_testing.cluster.programs import locked
+from tinkercloud_testing.cluster.image_build.programs import locked
 
 USER = 65532
 """The user id of programs: neither root nor a user of the host."""

@@ -22,10 +22,14 @@ from typing import Any
 import aiohttp
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster, KubectlFailed
-from tinkercloud_testing.cluster.kwok import KwokNodes
-from tinkercloud_testing.cluster.operators import RunningOperator
-from tinkercloud_testing.cluster.training_sessions import a_base_model, a_session, a_volume
+from tinkercloud_testing.cluster.controllers.operators import RunningOperator
+from tinkercloud_testing.cluster.controllers.training_sessions import (
+    a_base_model,
+    a_session,
+    a_volume,
+)
+from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
 from tinkercloud_testing.harness.waiting import wait_until
 
 PODS_PER_SESSION = 5

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 BUILDER = ROOT / "tools" / "cluster" / "build.py"
 _FOLDER_PREFIX = "tinkercloud-cluster-"
 _STOP_SECONDS = 30

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, one_program
-from tinkercloud_testing.cluster.node_config import CLUSTER_DNS
-from tinkercloud_testing.cluster.programs import build_folder, layer_folder
+from tinkercloud_testing.cluster.image_build.images import Image, LayerCache, add_bytes, one_program
+from tinkercloud_testing.cluster.image_build.programs import build_folder, layer_folder
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.nodes.node_config import CLUSTER_DNS
 
 _NAMESPACE = "kube-system"
 _NAME = "coredns"

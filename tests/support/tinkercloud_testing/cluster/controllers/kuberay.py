@@ -5,8 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import Program, accepts_connections, build_folder
+from tinkercloud_testing.cluster.image_build.programs import (
+    Program,
+    accepts_connections,
+    build_folder,
+)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 
 _NAMESPACE = "kuberay-system"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tinkercloud_crds import labels
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.kwok import PLACEMENT
+from tinkercloud_testing.cluster.kube_api.client import Cluster
+from tinkercloud_testing.cluster.kube_api.kwok import PLACEMENT
 from tinkercloud_testing.harness.waiting import wait_until
 
 MODEL = "Qwen/Qwen3-8B"

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinkercloud_testing.cluster.certificates import Authority, new_key
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import Program, accepts_connections, binary, build_folder
+from tinkercloud_testing.cluster.image_build.programs import (
+    Program,
+    accepts_connections,
+    binary,
+    build_folder,
+)
+from tinkercloud_testing.cluster.kube_api.certificates import Authority, new_key
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 
 SERVICE_RANGE = "10.96.0.0/16"

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_testing.cluster.assembled_images import assembled_image
-from tinkercloud_testing.cluster.images import Image, Layer
-from tinkercloud_testing.cluster.programs import ROOT, layer_folder, locked
+from tinkercloud_testing.cluster.image_build.assembled_images import assembled_image
+from tinkercloud_testing.cluster.image_build.images import Image, Layer
+from tinkercloud_testing.cluster.image_build.programs import ROOT, layer_folder, locked
 
 ARE_ASSEMBLED = bool(os.environ.get("TINKERCLOUD_TEST_ASSEMBLED_IMAGES"))
 """Whether images are assembled instead of built: `.ci/run` has no time for ten minutes more."""

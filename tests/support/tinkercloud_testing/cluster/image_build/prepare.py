@@ -1,6 +1,6 @@
 """Make the images of the test cluster and load them, before any test and its time limit.
 
-    python -m tinkercloud_testing.cluster.prepare
+    python -m tinkercloud_testing.cluster.image_build.prepare
 
 Tests make and load what is missing by themselves, but on a new machine that takes many minutes.
 """
@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 
-from tinkercloud_testing.cluster.engine_image import engine_image
-from tinkercloud_testing.cluster.existing import LOADER, existing_cluster
-from tinkercloud_testing.cluster.images import Image
-from tinkercloud_testing.cluster.node import an_image_store, install_requirements, system_images
-from tinkercloud_testing.cluster.program_images import TARGETS, program_image
-from tinkercloud_testing.cluster.programs import state_folder
+from tinkercloud_testing.cluster.image_build.engine_image import engine_image
+from tinkercloud_testing.cluster.image_build.images import Image
+from tinkercloud_testing.cluster.image_build.program_images import TARGETS, program_image
+from tinkercloud_testing.cluster.image_build.programs import state_folder
+from tinkercloud_testing.cluster.kube_api.existing import LOADER, existing_cluster
+from tinkercloud_testing.cluster.nodes.node import (
+    an_image_store,
+    install_requirements,
+    system_images,
+)
 
 _REPORT_SECONDS = 15
 

@@ -17,21 +17,9 @@ from typing import Any
 
 import psutil
 
-from tinkercloud_testing.cluster import node_config
-from tinkercloud_testing.cluster.control_plane import POD_RANGE, SERVICE_RANGE, ControlPlane
-from tinkercloud_testing.cluster.dns import dns_image, install_dns
-from tinkercloud_testing.cluster.image_store import ImageStore
-from tinkercloud_testing.cluster.images import Image, LayerCache, add_bytes, one_program
-from tinkercloud_testing.cluster.node_box import (
-    NODE_RANGE,
-    Link,
-    a_box,
-    a_cgroup,
-    connect,
-    inside,
-    remove_cgroups,
-)
-from tinkercloud_testing.cluster.programs import (
+from tinkercloud_testing.cluster.image_build.image_store import ImageStore
+from tinkercloud_testing.cluster.image_build.images import Image, LayerCache, add_bytes, one_program
+from tinkercloud_testing.cluster.image_build.programs import (
     ROOT,
     Program,
     binary,
@@ -39,6 +27,22 @@ from tinkercloud_testing.cluster.programs import (
     layer_folder,
     locked,
     system_tool,
+)
+from tinkercloud_testing.cluster.kube_api.control_plane import (
+    POD_RANGE,
+    SERVICE_RANGE,
+    ControlPlane,
+)
+from tinkercloud_testing.cluster.kube_api.dns import dns_image, install_dns
+from tinkercloud_testing.cluster.nodes import node_config
+from tinkercloud_testing.cluster.nodes.node_box import (
+    NODE_RANGE,
+    Link,
+    a_box,
+    a_cgroup,
+    connect,
+    inside,
+    remove_cgroups,
 )
 from tinkercloud_testing.harness.waiting import wait_until
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tinkercloud_testing.cluster.images import (
+from tinkercloud_testing.cluster.image_build.images import (
     USER,
     Image,
     Layer,
@@ -34,7 +34,7 @@ from tinkercloud_testing.cluster.images import (
     add_link,
     add_tree,
 )
-from tinkercloud_testing.cluster.programs import ROOT, layer_folder, system_tool
+from tinkercloud_testing.cluster.image_build.programs import ROOT, layer_folder, system_tool
 
 _LIGHT = ("tinkercloud-api[postgres,sdk]", "tinkercloud-operator")
 _WORKER = ("tinkercloud-worker[megatron]",)

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_testing.cluster import node_config
-from tinkercloud_testing.cluster.control_plane import ControlPlane
-from tinkercloud_testing.cluster.node import Place, RealNode, assemble
-from tinkercloud_testing.cluster.node_box import Link, a_box, a_cgroup, connect, in_network
-from tinkercloud_testing.cluster.programs import state_folder, system_tool
+from tinkercloud_testing.cluster.image_build.programs import state_folder, system_tool
+from tinkercloud_testing.cluster.kube_api.control_plane import ControlPlane
+from tinkercloud_testing.cluster.nodes import node_config
+from tinkercloud_testing.cluster.nodes.node import Place, RealNode, assemble
+from tinkercloud_testing.cluster.nodes.node_box import Link, a_box, a_cgroup, connect, in_network
 
 LABEL = "tinkercloud.test/can-be-lost"
 _MOST = 60

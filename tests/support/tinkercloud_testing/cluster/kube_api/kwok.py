@@ -10,8 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import Program, accepts_connections, build_folder
+from tinkercloud_testing.cluster.image_build.programs import (
+    Program,
+    accepts_connections,
+    build_folder,
+)
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 
 _KEY = "kwok.x-k8s.io/node"

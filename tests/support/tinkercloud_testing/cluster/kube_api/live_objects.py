@@ -7,7 +7,7 @@ from typing import Any
 
 from tinkercloud_kube.client import Client, Event, ObjectRef, Page
 from tinkercloud_kube.errors import NotFound
-from tinkercloud_testing.cluster.memory_api import Connection
+from tinkercloud_testing.cluster.kube_api.memory_api import Connection
 
 Json = dict[str, Any]
 

@@ -12,8 +12,8 @@ from urllib.request import urlopen
 
 import yaml
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.programs import ROOT, Program
+from tinkercloud_testing.cluster.image_build.programs import ROOT, Program
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.resources.charts import CHART, helm
 
@@ -100,7 +100,11 @@ def make_operator(
     }
     program = Program(
         name=identity,
-        arguments=(sys.executable, "-m", "tinkercloud_testing.cluster.operator_with_heads"),
+        arguments=(
+            sys.executable,
+            "-m",
+            "tinkercloud_testing.cluster.controllers.operator_with_heads",
+        ),
         log=folder / f"{identity}.log",
         ready=lambda: _answers(port),
         environment={

@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tinkercloud_testing.cluster.client import Cluster
-from tinkercloud_testing.cluster.images import Image, write_archive
+from tinkercloud_testing.cluster.image_build.images import Image, write_archive
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 
 CHOICE = "TINKERCLOUD_TEST_CLUSTER"
 LOADER = "TINKERCLOUD_TEST_IMAGE_LOADER"

@@ -19,7 +19,7 @@ import aiohttp
 import yaml
 from aiohttp import hdrs, web
 
-from tinkercloud_testing.cluster.certificates import write_kubeconfig
+from tinkercloud_testing.cluster.kube_api.certificates import write_kubeconfig
 from tinkercloud_testing.harness.ports import free_port
 
 Forward = Callable[[], Awaitable[web.StreamResponse]]

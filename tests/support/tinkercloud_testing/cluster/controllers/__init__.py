@@ -1,0 +1,1 @@
+"""Controllers in the cluster: the operator, KubeRay, Kueue, and the sessions they act on."""

@@ -1,0 +1,1 @@
+"""Nodes that run real pods, nodes that are lost, and their volumes."""
