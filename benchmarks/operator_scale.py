@@ -15,16 +15,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
 from tinkercloud_testing.cluster.controllers.kuberay import a_kuberay_operator
-from tinkercloud_testing.cluster.kube_api.kwok import a_kwok_controller
 from tinkercloud_testing.cluster.controllers.operators import (
     an_operator,
     install_definitions,
     operator_account,
 )
-from tinkercloud_testing.cluster.image_build.programs import state_folder
 from tinkercloud_testing.cluster.controllers.scale import Load, Result, measure, prepare
+from tinkercloud_testing.cluster.image_build.programs import state_folder
+from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
+from tinkercloud_testing.cluster.kube_api.kwok import a_kwok_controller
 
 SESSIONS = 1000
 RATE = 5.0

@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import tinker
 
-from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
 from tinkercloud_testing.cluster.controllers.pool_worker import a_pool_worker
 from tinkercloud_testing.cluster.image_build.programs import state_folder
+from tinkercloud_testing.cluster.kube_api.control_plane import a_control_plane
 from tinkercloud_testing.cluster.provider_world import World, a_base_model, a_world
 from tinkercloud_testing.serving.servers import Server
 
