@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tinker
@@ -64,7 +65,7 @@ def _steps(training: tinker.TrainingClient) -> None:
             "weights": types.TensorData.from_numpy(np.ones(_TOKENS, np.float32)),
         },
     )
-    waiting = []
+    waiting: list[tinker.APIFuture[Any]] = []
     for _ in range(_STEPS):
         waiting.append(training.forward_backward([datum] * 4, "cross_entropy"))
         waiting.append(training.optim_step(types.AdamParams()))

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinkercloud_crds.base_model import Pool
-from tinkercloud_operator.decide.pool.pool_model import Cluster, Member, PoolFacts
+from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession
 from tinkercloud_operator.decide.pool.pool_plan import plan_pool
 
 NUM_TENANTS = 10
@@ -198,13 +198,14 @@ class Day:
             )
             for host in self.hosts.values()
         ]
-        members = [
-            Member(each.name, each.owner, each.cluster, _moment(each.arrives)) for each in sessions
+        placed = [
+            PoolSession(each.name, each.owner, each.cluster, _moment(each.arrives))
+            for each in sessions
         ]
         hour = second // 3600 % 24
         is_warm = hour in self.warm_hours or hour + 24 in self.warm_hours
         pool = self.pool if is_warm else self.pool.model_copy(update={"min_clusters": 0})
-        return PoolFacts("c", pool, clusters, members, _moment(second))
+        return PoolFacts("c", pool, clusters, placed, _moment(second))
 
     def _start_seconds(self) -> int:
         return 0 if self.is_oracle else START_SECONDS
