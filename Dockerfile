@@ -34,7 +34,7 @@ COPY worker_image/pyproject.toml worker_image/
 # only our packages, which `separate_own.sh` copies out of the environment.
 FROM workspace AS deps-api-server
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-install-workspace
+    uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --extra telemetry --no-install-workspace
 
 FROM deps-api-server AS build-api-server
 COPY protocol/src protocol/src
@@ -43,7 +43,7 @@ COPY kube/src kube/src
 COPY planning/src planning/src
 COPY api_server/src api_server/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    separate_own.sh uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --no-editable
+    separate_own.sh uv sync --frozen --package tinkercloud-api --extra postgres --extra sdk --extra telemetry --no-editable
 
 FROM workspace AS deps-operator
 RUN --mount=type=cache,target=/var/cache/uv \
@@ -70,13 +70,13 @@ RUN --mount=type=cache,target=/var/cache/uv \
 
 FROM workspace AS deps-worker
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --frozen --package tinkercloud-worker --no-install-workspace --extra gpu --extra megatron
+    uv sync --frozen --package tinkercloud-worker --no-install-workspace --extra gpu --extra megatron --extra telemetry
 
 FROM deps-worker AS build-worker
 COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    separate_own.sh uv sync --frozen --package tinkercloud-worker --no-editable --extra gpu --extra megatron
+    separate_own.sh uv sync --frozen --package tinkercloud-worker --no-editable --extra gpu --extra megatron --extra telemetry
 
 FROM workspace AS deps-worker-cpu
 COPY tools/images/sync_on_cpu.sh tools/images/drop_idle_cuda.py /usr/local/bin/
@@ -84,13 +84,13 @@ COPY tools/images/sync_on_cpu.sh tools/images/drop_idle_cuda.py /usr/local/bin/
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_SHA256=
 RUN --mount=type=cache,target=/var/cache/uv \
-    sync_on_cpu.sh --package tinkercloud-worker --no-install-workspace --extra megatron
+    sync_on_cpu.sh --package tinkercloud-worker --no-install-workspace --extra megatron --extra telemetry
 
 FROM deps-worker-cpu AS build-worker-cpu
 COPY protocol/src protocol/src
 COPY worker_image/src worker_image/src
 RUN --mount=type=cache,target=/var/cache/uv \
-    separate_own.sh sync_on_cpu.sh --package tinkercloud-worker --no-editable --extra megatron
+    separate_own.sh sync_on_cpu.sh --package tinkercloud-worker --no-editable --extra megatron --extra telemetry
 
 FROM deps-worker-cpu AS build-recipes
 COPY protocol/src protocol/src

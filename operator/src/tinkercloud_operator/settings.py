@@ -11,6 +11,7 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tinkercloud_crds.pods.shapes import HeadShape
+from tinkercloud_protocol.heads.launch import OtlpEndpoint
 
 ENV_PREFIX = "TINKERCLOUD_OPERATOR_"
 
@@ -98,6 +99,10 @@ class Settings(BaseSettings):
     outgoing_ports: list[Annotated[int, Field(gt=0, lt=65536)]] = [443]
     """Ports on which heads may connect to the checkpoint store and the model hub, at any address.
     Empty if both are volumes."""
+    otlp_endpoint: OtlpEndpoint | None = None
+    """Address of an OpenTelemetry collector, such as `http://collector:4318`, to which heads send
+    spans of requests (OTLP over HTTP). Its port must be one of `outgoing_ports`. Null: they send
+    none."""
     ray_version: str = "2.60.0"
     """Ray version in the images of session pods."""
     drain_seconds: Annotated[int, Field(ge=1)] = 20

@@ -81,11 +81,22 @@ def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
 
 
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
-    """Return how many of these GPUs are sufficient: a part of a node, or 1, 2, 4, 8 nodes."""
-    parts = [1 << power for power in range(fleet.per_node.bit_length())]
-    nodes = [fleet.per_node << power for power in range(_MOST_NODES.bit_length())]
-    counts = sorted({count for count in parts if count <= fleet.per_node} | {*nodes})
+    """Return how many of these GPUs are sufficient: some of a node, or up to eight nodes."""
+    counts = _counts(fleet.per_node)
     return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+
+
+def most_sessions(demand: Demand, fleet: Fleet) -> tuple[int, int] | None:
+    """Return how many sessions can divide these GPUs equally, and how many GPUs each gets."""
+    sessions = {fleet.share(number).count: number for number in range(1, fleet.count + 1)}
+    shares = (count for count in sorted(sessions) if divide(demand, replace(fleet, count=count)))
+    return next(((sessions[count], count) for count in shares), None)
+
+
+def _counts(per_node: int) -> list[int]:
+    """Return the numbers of GPUs that are suggested, in ascending order."""
+    nodes = [per_node * number for number in range(2, _MOST_NODES + 1)]
+    return [*range(1, per_node + 1), *nodes]
 
 
 def _most_gpus(demand: Demand, fleet: Fleet) -> int | None:
@@ -172,11 +183,7 @@ def _sampling_need(
 
 def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
     """Return changes, each of which would be sufficient."""
-    remedies = []
-    for kind in [fleet.gpu, *_larger_kinds(fleet.gpu)]:
-        if fewest := fewest_gpus(demand, replace(fleet, gpu=kind, count=1)):
-            remedies.append(f"{fewest}x{kind.name}")
-            break
+    remedies = _sufficient_gpus(demand, fleet)
     if shorter := _longest_sequence(demand, fleet):
         remedies.append(f"sequences of {shorter} tokens")
     if rank := _largest_rank(demand, fleet):
@@ -186,9 +193,20 @@ def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
     return remedies
 
 
-def _larger_kinds(kind: Gpu) -> list[Gpu]:
-    known = [gpu(name) for name in MEMORY_GIB]
-    return [other for other in known if other.memory > kind.memory]
+def _sufficient_gpus(demand: Demand, fleet: Fleet) -> list[str]:
+    """Return the fewest GPUs of any kind that are sufficient, then the fewest of the given kind.
+
+    Of as many GPUs of several kinds, those with the least memory come first: they cost the least.
+    """
+    others = [gpu(name) for name in MEMORY_GIB if name != fleet.gpu.name]
+    kinds = sorted([fleet.gpu, *others], key=lambda kind: kind.memory)
+    choices = (
+        Fleet(kind, count, fleet.per_node) for count in _counts(fleet.per_node) for kind in kinds
+    )
+    smallest = next((each for each in choices if divide(demand, each)), None)
+    own = fewest_gpus(demand, fleet)
+    found = (smallest, replace(fleet, count=own) if own else None)
+    return list(dict.fromkeys(str(each) for each in found if each is not None))
 
 
 def _largest_rank(demand: Demand, fleet: Fleet) -> int | None:

@@ -41,6 +41,14 @@ def test_an_image_of_workers_trains_with_every_backend(target: str) -> None:
     assert all("--extra megatron" in command for command in installing)
 
 
+@pytest.mark.parametrize("target", ["api-server", "worker", "worker-cpu"])
+def test_an_image_that_serves_requests_can_send_spans_of_them(target: str) -> None:
+    installing = re.findall(r"^RUN.*sync(?:_on_cpu.sh)? .*", stages()[f"deps-{target}"], re.M)
+
+    assert installing
+    assert all("--extra telemetry" in command for command in installing)
+
+
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_an_image_runs_what_its_own_stage_has_built_and_not_as_root(target: str) -> None:
     stage = stages()[target]

@@ -175,6 +175,10 @@ def test_a_value_nobody_reads_or_of_the_wrong_kind_is_refused(option: str, compl
             f"{ISSUER},oidc.issuer=https://id.example.com:8443",
             "port 8443, .* add it to networkPolicy.objectStorePorts",
         ),
+        (
+            "telemetry.otlpEndpoint=http://collector:4318",
+            "otlpEndpoint has port 4318, .* add it to networkPolicy.objectStorePorts",
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused_with_what_to_do(
@@ -203,6 +207,17 @@ def test_the_login_of_the_values_is_what_the_server_reads(monkeypatch: pytest.Mo
     [secret] = [each["secret"] for each in pod["volumes"] if each["name"] == "oidc"]
     assert secret["items"] == [{"key": "clientSecret", "path": "client-secret"}]
     assert str(login.client_secret_file) == f"{mounts['oidc']}/client-secret"
+
+
+def test_the_collector_of_the_values_is_that_of_the_server_and_of_the_heads() -> None:
+    url = "http://collector:4318"
+    values = f"telemetry.otlpEndpoint={url},networkPolicy.objectStorePorts={{443,4318}}"
+
+    for deployment, prefix in (("api", "TINKERCLOUD"), ("operator", "TINKERCLOUD_OPERATOR")):
+        name = f"tinker-tinkercloud-{deployment}"
+        variable = f"{prefix}_OTLP_ENDPOINT"
+        assert environment(one("Deployment", name, "--set", values))[variable] == url
+        assert variable not in environment(one("Deployment", name))
 
 
 def test_the_values_of_the_login_have_the_defaults_of_the_server() -> None:

@@ -339,9 +339,12 @@ def test_the_head_configuration_follows_base_model_and_session() -> None:
     )
     asked = a_session(trainer={"maxBatchTokens": 1024})
 
-    config = support_objects.head_config(a_build(offered, asked, suspend_seconds=90))
+    collector = "http://collector:4318"
+    build = a_build(offered, asked, suspend_seconds=90, otlp_endpoint=collector)
+    config = support_objects.head_config(build)
 
     assert config.head == "one"
+    assert config.otlp_endpoint == collector
     assert config.model.name == "Qwen/Qwen3-8B"
     assert (config.trainer.dtype, config.trainer.max_batch_tokens) == ("float32", 1024)
     assert config.trainer.start_timeout_seconds == 7200

@@ -134,6 +134,9 @@ def test_the_extras_of_the_package_reach_those_of_its_parts(
         "postgres",
         "programs",
         "sdk",
+        "telemetry",
     ]
-    for part in ("worker[gpu]", "worker[megatron]", "api[postgres]", "api[sdk]", "programs"):
+    of_api, of_worker = ("postgres", "sdk", "telemetry"), ("gpu", "megatron", "telemetry")
+    extras = [f"api[{extra}]" for extra in of_api] + [f"worker[{extra}]" for extra in of_worker]
+    for part in (*extras, "programs"):
         assert f"tinkercloud-{part}==" in required

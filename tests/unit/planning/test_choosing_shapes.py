@@ -378,6 +378,32 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
     plan(model, parse(remedy[1]), sequence_length=length, lora_rank=rank)
 
 
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2, 3)), st.sampled_from((4, 8))))
+def test_a_refusal_names_the_fewest_gpus_of_all_choices_and_of_the_given_kind(
+    demand: Demand, fleet: Fleet
+) -> None:
+    model, length, rank = demand.architecture, demand.sequence_length, demand.lora_rank
+    assume(not divide(demand, fleet))
+    kinds = {kind.name: kind for kind in (fleet.gpu, *map(gpu, MEMORY_GIB))}.values()
+    counts = {*range(1, fleet.per_node), *range(fleet.per_node, 8 * fleet.per_node + 1)}
+    usable = [n for n in counts if n <= fleet.per_node or not n % fleet.per_node]
+    choices = [Fleet(kind, count, fleet.per_node) for kind in kinds for count in usable]
+    fitting = [each for each in choices if divide(demand, each)]
+
+    with pytest.raises(DoesNotFit, match="does not fit on") as refused:
+        plan(model, fleet, sequence_length=length, lora_rank=rank)
+
+    would = str(refused.value).partition("What would fit: ")[2]
+    named = re.findall(r"\b(\d+)x([\w-]+)", would)
+    fewest = min(((each.count, each.gpu.memory) for each in fitting), default=None)
+    own = min((each.count for each in fitting if each.gpu == fleet.gpu), default=None)
+    sizes = [(int(count), gpu(kind).memory) for count, kind in named]
+    assert sizes[:1] == ([fewest] if fewest is not None else [])
+    assert own is None or (str(own), fleet.gpu.name) in named
+    assert len(named) <= 2
+
+
 @pytest.mark.parametrize(
     ("part", "field", "value", "message"),
     [

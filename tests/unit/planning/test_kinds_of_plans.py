@@ -49,11 +49,16 @@ def test_a_wrong_kind_of_gpu_is_refused_before_the_hub_is_asked(tmp_path: Path) 
     assert "GPU 'H10' is unknown" in refused.stderr
 
 
-def test_without_a_network_the_hub_is_asked_once(tmp_path: Path) -> None:
+def test_without_a_network_the_hub_is_asked_once_and_the_file_it_needs_is_named(
+    tmp_path: Path,
+) -> None:
     refused = run_with_hub(NO_HUB, tmp_path, "acme/absent", "--gpus", "8xH100")
 
     assert refused.returncode == 1
-    assert f"the hub at {NO_HUB} cannot be reached" in " ".join(refused.stderr.split())
+    printed = " ".join(refused.stderr.split())
+    assert f"the hub at {NO_HUB} cannot be reached" in printed
+    needed = f"{NO_HUB}/acme/absent/resolve/main/config.json"
+    assert f"download {needed} elsewhere, put it in a folder as config.json, and pass" in printed
     assert "Retrying" not in refused.stderr
 
 

@@ -366,7 +366,7 @@ def test_a_full_fine_tune_needs_more_gpus_than_an_adapter(qwen3_8b: str) -> None
     assert adapter.exit_code == 0
     assert full.exit_code == 1
     assert "full fine-tuning of this model (qwen3, 8.2B parameters)" in full.output
-    assert "What would fit: 4xH100-80" in full.output
+    assert "What would fit: 2xH200-141; 4xH100-80; LoRA of rank 32." in full.output
     assert "LoRA of rank 32" in full.output
 
 

@@ -283,6 +283,46 @@ def test_a_missing_driver_is_named_with_how_to_install_it(monkeypatch: pytest.Mo
     assert "pip install 'tinkercloud[postgres]'" in rejection()
 
 
+def test_spans_go_where_opentelemetry_s_own_variable_says_unless_a_setting_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoints = [load_settings().otlp_endpoint]
+    for name, value in (
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", ""),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://theirs:4318"),
+        ("TINKERCLOUD_OTLP_ENDPOINT", "http://ours:4318"),
+    ):
+        monkeypatch.setenv(name, value)
+        endpoints.append(load_settings().otlp_endpoint)
+
+    assert endpoints == [None, None, "http://theirs:4318", "http://ours:4318"]
+
+
+@pytest.mark.parametrize("url", ["collector:4318", "http://me:hush@collector", "ftp://a", ""])
+def test_an_address_to_which_no_spans_can_be_sent_is_rejected_without_its_password(
+    monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setenv("TINKERCLOUD_OTLP_ENDPOINT", url)
+
+    message = rejection()
+
+    assert "otlp_endpoint: got" in message
+    assert "such as http://collector:4318" in message
+    assert "hush" not in message
+
+
+def test_spans_without_what_sends_them_are_rejected_with_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+
+    assert "pip install 'tinkercloud[telemetry]'" in rejection()
+
+
 def test_an_error_about_several_settings_is_clear_and_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

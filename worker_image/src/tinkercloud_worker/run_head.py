@@ -11,6 +11,7 @@ import sys
 from functools import cache, partial
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import orjson
 import structlog
@@ -43,16 +44,22 @@ from tinkercloud_worker.head.serve.head_app import HeadApp
 from tinkercloud_worker.head.serve.lifecycle import Lifecycle
 from tinkercloud_worker.head.wire.head_token import HeadToken
 from tinkercloud_worker.head.wire.image_work import ImageWork
+from tinkercloud_worker.head.wire.request_times import SpanRecorder
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 
+if TYPE_CHECKING:
+    from tinkercloud_protocol.wire.span_sender import SpanSender
+
 log = structlog.get_logger(__name__)
 
 
-def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend:
+def build_backend(
+    config: HeadConfig, nursery: Nursery | None = None, spans: SpanRecorder | None = None
+) -> Backend:
     """Assemble the engine according to the configuration.
 
     The head loads the base model only if it trains or samples in its own process.
@@ -60,6 +67,7 @@ def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend
     Args:
         config: the configuration.
         nursery: starts the processes of custom losses; None: the first loss starts it.
+        spans: records when requests were executed; None: one that sends spans nowhere.
     """
     log.info("loading", progress="reading the configuration and the tokenizer")
     check_model(config)
@@ -101,6 +109,7 @@ def build_backend(config: HeadConfig, nursery: Nursery | None = None) -> Backend
         images=build_images(config, base, trainer),
         image_work=ImageWork(config.limits.max_request_pixels),
         losses=LossProcesses(config.limits, nursery),
+        spans=spans or SpanRecorder(),
         engine_scaler=sampler.scaler if isinstance(sampler, InferenceSampler) else None,
     )
 
@@ -142,9 +151,11 @@ def load_base(config: HeadConfig) -> TorchBaseModel:
     )
 
 
-def _build_backend_or_write_reason(config: HeadConfig, nursery: Nursery) -> Backend:
+def _build_backend_or_write_reason(
+    config: HeadConfig, nursery: Nursery, spans: SpanRecorder
+) -> Backend:
     try:
-        return build_backend(config, nursery)
+        return build_backend(config, nursery, spans)
     except Exception as error:
         if config.reason_file is not None:
             line = " ".join(f"{type(error).__name__}: {error}".split())
@@ -205,6 +216,21 @@ def _would_lose_journals(config: HeadConfig) -> bool:
         return True
 
 
+def _span_sender(config: HeadConfig) -> "SpanSender | None":
+    """Return what sends spans of requests; None if no collector is configured for them."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        from tinkercloud_protocol.wire.span_sender import SpanSender  # noqa: PLC0415 - an extra
+    except ImportError:
+        log.warning(
+            "otlp_endpoint: no spans are sent, because OpenTelemetry is not installed; install"
+            " tinkercloud-worker[telemetry]"
+        )
+        return None
+    return SpanSender(config.otlp_endpoint, "tinkercloud-head", config.head)
+
+
 async def serve(config: HeadConfig, nursery: Nursery) -> bool:
     """Serve until a stop signal, or until no API server holds a lease any more.
 
@@ -212,9 +238,11 @@ async def serve(config: HeadConfig, nursery: Nursery) -> bool:
         Whether the engine was loaded, or could still be.
     """
     token = HeadToken(Path(config.token_file))
+    sender = _span_sender(config)
+    spans = SpanRecorder(sender=sender)
     lifecycle = Lifecycle(
         config.timings,
-        lambda: _build_backend_or_write_reason(config, nursery),
+        lambda: _build_backend_or_write_reason(config, nursery, spans),
         lambda: _would_lose_journals(config),
     )
     app = HeadApp(lifecycle, config.limits, token, config.generation)
@@ -227,6 +255,8 @@ async def serve(config: HeadConfig, nursery: Nursery) -> bool:
         timeout_graceful_shutdown=int(config.timings.stop_seconds) + 5,
     )
     await _Server(settings, lifecycle).serve(sockets=[listening_socket(config.listen)])
+    if sender is not None:
+        await asyncio.to_thread(sender.close)
     return not lifecycle.has_failed
 
 

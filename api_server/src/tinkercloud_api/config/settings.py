@@ -14,6 +14,7 @@ import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,12 +42,15 @@ from tinkercloud_protocol.heads.launch import (
     SamplerConfig,
     Timings,
     TrainerConfig,
+    check_collector,
     check_gpu_of_trainer,
 )
 from tinkercloud_protocol.wire.json_model import sentences
 
 ENV_PREFIX = "TINKERCLOUD_"
 CONFIG_FILE_VARIABLE = f"{ENV_PREFIX}CONFIG_FILE"
+OTLP_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+"""OpenTelemetry's own variable."""
 KEY_PREFIX = "tml-"
 """Beginning of the keys that the SDK accepts. A key for other clients may have any beginning."""
 _KEY_CHARACTERS = 16
@@ -173,6 +177,10 @@ class Settings(BaseSettings):
     """Minimum severity of log messages: debug, info, warning or error."""
     log_format: Literal["console", "json"] = "console"
     """Log format: `console` for terminals, or `json` with one object per line."""
+    otlp_endpoint: str | None = Field(default_factory=lambda: os.environ.get(OTLP_VARIABLE) or None)
+    """Address of an OpenTelemetry collector, such as `http://collector:4318`, to which the server
+    and its heads on this machine send spans of requests (OTLP over HTTP). Default: the variable
+    OTEL_EXPORTER_OTLP_ENDPOINT; without it, no spans are made."""
     hf_mirror: bool = True
     """Whether /hf serves the tokenizers of the served models. It requires no API key."""
     compress_uploads: bool = False
@@ -244,6 +252,7 @@ class Settings(BaseSettings):
             _check_database_url(self.database_url.get_secret_value())
         _check_checkpoint_root(self.checkpoint_root)
         self.downloads.check_key()
+        _check_telemetry(self.otlp_endpoint)
         if self.oidc is not None:
             self.oidc.check_public_url(self.public_url)
         return self
@@ -310,6 +319,28 @@ def _check_checkpoint_root(root: str | None) -> None:
             f"checkpoint_root: got {root!r}; expected a folder, or a URL that starts with file:///,"
             " s3://, gs:// or az://"
         )
+
+
+def _check_telemetry(endpoint: str | None) -> None:
+    """Check that spans can be sent if they are wanted.
+
+    Raises:
+        ValueError: the address is none, or packages are missing; the message names the field and
+            what is accepted, or the extra that has the packages.
+    """
+    if endpoint is None:
+        return
+    try:
+        check_collector(endpoint)
+    except ValueError as error:
+        raise ValueError(f"otlp_endpoint: {error}") from None
+    try:
+        metadata.version("opentelemetry-exporter-otlp-proto-http")
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            f"otlp_endpoint: is {endpoint}, but OpenTelemetry's packages are not installed; install"
+            f" them with `pip install 'tinkercloud[telemetry]'`, or unset it and {OTLP_VARIABLE}"
+        ) from None
 
 
 def _check_key(key: str) -> None:

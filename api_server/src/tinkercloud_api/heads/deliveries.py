@@ -81,6 +81,10 @@ class Deliveries:
             context = contextvars.Context()
             self._tasks[target] = asyncio.create_task(self._run(target), context=context)
 
+    def has_finished(self, target: str) -> bool:
+        """Whether this process is delivering no requests of a target."""
+        return target not in self._tasks
+
     async def finished(self, target: str) -> None:
         """Wait a moment for this process to deliver the requests of a target."""
         if (task := self._tasks.get(target)) is not None:

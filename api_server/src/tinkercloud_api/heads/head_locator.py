@@ -82,11 +82,18 @@ class HeadLocator:
         """
         run = await self.known.run(run_id)
         if run is None or run.is_deleted:
-            raise StateLost(await why_deleted(self._catalog, run_id))
+            raise StateLost(await why_deleted(self._catalog, self._checkpoints, run_id))
+        if (endpoint := self.head_at_once(run_id)) is not None:
+            return endpoint
+        return await asyncio.shield(self._placement_task(run_id))
+
+    def head_at_once(self, run_id: str) -> HeadEndpoint | None:
+        """Return the head that holds a run; None if `head_of_run` must wait for it, or fails."""
+        run = self.known.runs.get(run_id)
+        if run is None or run.is_deleted:
+            return None
         endpoint = self._provider.find(run.placement)
-        if endpoint is None or endpoint.generation != run.generation:
-            return await asyncio.shield(self._placement_task(run_id))
-        return endpoint
+        return endpoint if endpoint and endpoint.generation == run.generation else None
 
     def start_placing(self, row: TrainingRun) -> None:
         """Start placing a run without a head in the background; `head_of_run` waits for it."""
@@ -110,7 +117,7 @@ class HeadLocator:
         # The cached row may be stale: another server may have placed the run in the meantime.
         row = await self._catalog.run(run_id)
         if row is None or row.deleted_at is not None:
-            raise StateLost(await why_deleted(self._catalog, run_id))
+            raise StateLost(await why_deleted(self._catalog, self._checkpoints, run_id))
         run, lost = self.known.cache_run(row), row.generation
         if lost is not None and await self._provider.is_gone(run.placement):
             raise StateLost(await lost_message(self._checkpoints, run_id))
@@ -132,7 +139,7 @@ class HeadLocator:
                 # The run may have been deleted before it was created on the head.
                 run.is_deleted = True
                 await self.deleted.release_run(run_id, run, set())
-                raise StateLost(await why_deleted(self._catalog, run_id))
+                raise StateLost(await why_deleted(self._catalog, self._checkpoints, run_id))
             raise Unavailable(
                 f"training run {run_id} was placed on another session head at the same time; send"
                 " the request again"

@@ -19,6 +19,11 @@ log = structlog.get_logger(__name__)
 
 FORWARDED_HEADERS = ("content-type", "content-encoding", "accept", routes.IDEMPOTENCY_HEADER)
 """Headers of clients that heads read."""
+_NAMES = {
+    request_ids.LOG_FIELD: request_ids.HEADER,
+    request_ids.TRACE_LOG_FIELD: request_ids.TRACE_HEADER,
+}
+"""Headers that name a request to its head, by the field of log lines with the same content."""
 _RETURNED = frozenset({b"allow", b"content-type", b"content-length", b"retry-after"})
 _TO_HEAD = api_metrics.PROXY_BYTES.labels("to_head")
 _FROM_HEAD = api_metrics.PROXY_BYTES.labels("from_head")
@@ -73,13 +78,11 @@ class Proxy:
             routes.HEAD_TOKEN_HEADER: endpoint.token,
             routes.GENERATION_HEADER: endpoint.generation,
             routes.TARGET_HEADER: target,
+            **_names(),
             **(extra or {}),
         }
         if refusal is not None:
             fields[routes.REFUSAL_HEADER] = quote(refusal)
-        named = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
-        if named is not None:
-            fields[request_ids.HEADER] = named
         fields.update({name: headers[name] for name in FORWARDED_HEADERS if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
@@ -126,6 +129,12 @@ class Proxy:
             ) from None
 
 
+def _names() -> Mapping[str, str]:
+    """Return the headers that name the current request to a head."""
+    bound = structlog.contextvars.get_contextvars()
+    return {header: bound[field] for field, header in _NAMES.items() if field in bound}
+
+
 async def _count_bytes(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for chunk in body:
         _TO_HEAD.inc(len(chunk))
@@ -135,11 +144,16 @@ async def _count_bytes(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 async def _relay(send: Send, response: HeadResponse) -> None:
     kept = [(name, value) for name, value in response.headers if name in _RETURNED]
     await send({"type": "http.response.start", "status": response.status, "headers": kept})
+    declared = next((int(value) for name, value in kept if name == b"content-length"), None)
+    sent, has_more = 0, True
     try:
         async for chunk in response.chunks:
             _FROM_HEAD.inc(len(chunk))
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            sent += len(chunk)
+            has_more = sent != declared
+            await send({"type": "http.response.body", "body": chunk, "more_body": has_more})
     except HeadUnreachable:
         api_metrics.PROXY_ERRORS.labels("broke_off").inc()
         raise
-    await send({"type": "http.response.body", "body": b""})
+    if has_more:
+        await send({"type": "http.response.body", "body": b""})

@@ -97,7 +97,7 @@ class SessionProvider(Protocol):
     """
 
     async def start(self, record_report: RecordReport) -> None:
-        """Find running heads and start watching them.
+        """Find running heads and start watching them. If it fails, it ends what it started.
 
         Args:
             record_report: called with each report of what a head has used or trained.

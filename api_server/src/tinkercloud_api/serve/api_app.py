@@ -11,6 +11,7 @@
 /metrics                 web.middleware.MetricsServer, on a port of its own
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -81,6 +82,7 @@ from tinkercloud_api.routes.checkpoints import (
     download_routes,
     importing,
     run_routes,
+    surplus_routes,
 )
 from tinkercloud_api.routes.models import (
     base_model_routes,
@@ -121,18 +123,19 @@ from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 log = structlog.get_logger(__name__)
 
 _ROUTED = (
-    *(session_routes, session_search_routes),
+    *(session_routes, health, session_search_routes),
     *(session_usage, usage_routes, model_routes, unloading, tokenizers),
     base_model_routes,
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
     *(traces, project_routes),
-    checkpoint_search,
+    *(checkpoint_search, surplus_routes),
     *(console_pages, checkpoint_pages, account_pages, program_pages, usage_pages),
     *(model_pages, playground_pages),
     problem_routes,
-    *(run_routes, run_state_routes, program_routes, key_routes, health, hub_mirror),
+    *(run_routes, run_state_routes, program_routes, key_routes, hub_mirror),
 )
-"""Modules with the routes that FastAPI serves, in any order: no request fits two of them."""
+"""Modules with the routes that FastAPI serves. No request fits two of them; they are compared with
+each request in this order, so that the most frequent ones come first."""
 _SIGNING_KEY = "download URLs"
 """Name of the secret in the catalog."""
 _TOKEN_SECRET = "access tokens"  # noqa: S105 - a name
@@ -158,6 +161,8 @@ class Application:
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,
+            # Its spans would have the queries of signed URLs.
+            telemetry={"tracing": False, "logs": False, "auto_configure": False},
         )
         for module in _ROUTED:
             api.include_router(module.router)
@@ -168,7 +173,8 @@ class Application:
         """All routes of the server."""
         # As FastAPI documents it.
         api.openapi = partial(describe, api, self.route_table)  # type: ignore[method-assign]
-        outside = assembly.Outside(settings, self._running, api.routes)
+        self._spans = assembly.spans_of(settings)
+        outside = assembly.Outside(settings, self._running, api.routes, self._spans)
         self._asgi: ASGIApp = api
         for layer in reversed(assembly.MIDDLEWARE):
             self._asgi = layer(self._asgi, outside)
@@ -183,6 +189,8 @@ class Application:
         async with opened as self.context:
             api.state.context = self.context
             yield
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
     def _running(self) -> Context:
         assert self.context is not None  # noqa: S101 - requests arrive after startup

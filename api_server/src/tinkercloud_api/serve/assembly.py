@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import aiohttp
 import structlog
@@ -39,6 +39,9 @@ from tinkercloud_api.web.middleware import (
 )
 from tinkercloud_protocol.heads.reports.usage_reports import hour_of
 from tinkercloud_protocol.wire.errors import WireError
+
+if TYPE_CHECKING:
+    from tinkercloud_api.web.request_spans import RequestSpans
 
 log = structlog.get_logger(__name__)
 
@@ -93,16 +96,28 @@ class Outside:
     """Returns the components of the server, which exist once it is running."""
     routed: Sequence[BaseRoute]
     """Routes of the application."""
+    spans: "RequestSpans | None"
+    """Makes spans of requests; None: nothing receives them."""
 
 
 MIDDLEWARE: tuple[Callable[[ASGIApp, Outside], ASGIApp], ...] = (
     lambda app, _: ShortPathMiddleware(app),
     lambda app, _: RequestIdMiddleware(app),
-    lambda app, _: MetricsMiddleware(app, EXACT_PATHS),
+    lambda app, outside: MetricsMiddleware(app, EXACT_PATHS, outside.spans),
     lambda app, outside: HotPaths(app, outside.server, outside.routed),
     lambda app, outside: BodyLimitMiddleware(app, JSON.max_bytes(outside.settings)),
 )
 """The middleware around the application, the outermost first."""
+
+
+def spans_of(settings: Settings) -> "RequestSpans | None":
+    """Return what makes spans of requests; None if the settings name no collector for them."""
+    if settings.otlp_endpoint is None:
+        return None
+    # OpenTelemetry is an extra.
+    from tinkercloud_api.web.request_spans import RequestSpans  # noqa: PLC0415
+
+    return RequestSpans(settings.otlp_endpoint)
 
 
 def inactivity_period(settings: Settings) -> timedelta:

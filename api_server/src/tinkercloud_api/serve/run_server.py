@@ -30,6 +30,7 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.config import added_models, server_settings, state_folder
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.providers.cluster.kubernetes_provider import KubernetesProvider
 from tinkercloud_api.providers.local.local_provider import LocalProvider
@@ -102,7 +103,8 @@ def run(settings: Settings, waiting: Waiting) -> None:
         _check_versions(settings)
         _make_state_folder(settings)
         preflight.check(settings, {each.name: each.local_path or "" for each in served})
-    app = Application(settings, provider)
+    with lasting_objects():
+        app = Application(settings, provider)
     listener = _listen(settings)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):

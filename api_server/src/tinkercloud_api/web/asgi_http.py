@@ -91,10 +91,11 @@ def reject_duplicate_headers(headers: Iterable[tuple[bytes, bytes]]) -> None:
     Raises:
         InvalidRequest: one was repeated.
     """
-    names = Counter(name for name, _ in headers if name in _ONCE)
-    for name, count in names.items():
-        if count > 1:
-            raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
+    names = [name for name, _ in headers if name in _ONCE]
+    if len(set(names)) == len(names):
+        return
+    name, count = Counter(names).most_common(1)[0]
+    raise InvalidRequest(f"{name.decode()}: sent {count} times; send this header once")
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
@@ -136,12 +137,16 @@ def drain_body(
         has_more = message["type"] == "http.request" and bool(message.get("more_body"))
         return message
 
-    async def send_after_body(message: Message) -> None:
+    async def discard_rest() -> None:
         nonlocal discarded
         with suppress(TimeoutError):
             async with asyncio.timeout(discard.max_seconds):
                 while has_more and discarded < discard.max_bytes:
                     discarded += len((await receive_tracked()).get("body", b""))
+
+    async def send_after_body(message: Message) -> None:
+        if has_more:
+            await discard_rest()
         if has_more and message["type"] == "http.response.start":
             message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
         await send(message)

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Collection, MutableMapping, Sequence
+from contextlib import nullcontext
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from aiohttp import web
@@ -19,6 +20,9 @@ from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import request_ids, routes
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send, check_encoding
 from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest
+
+if TYPE_CHECKING:
+    from tinkercloud_api.web.request_spans import RequestSpans
 
 _UNKNOWN_ROUTE = "other"
 _ABORTED = "aborted"
@@ -120,18 +124,20 @@ class RequestIdMiddleware:
 
 
 class MetricsMiddleware:
-    """Counts and times requests by route and status."""
+    """Counts and times requests by route and status, and makes spans of them."""
 
-    def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, paths: Collection[str], spans: "RequestSpans | None") -> None:
         """Wrap an application.
 
         Args:
             app: serves the requests.
             paths: paths that are used as route labels unchanged. FastAPI names all other routes by
                 their templates, so that path parameters from clients create no time series.
+            spans: makes spans of requests; None: nothing receives them.
         """
         self._app = app
         self._paths = paths
+        self._spans = spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection event."""
@@ -146,10 +152,14 @@ class MetricsMiddleware:
                 status = str(message["status"])
             await send(message)
 
+        def answer() -> tuple[str, str]:
+            return self._route(scope), status
+
         try:
-            await self._app(scope, receive, send_recorded)
+            with nullcontext() if self._spans is None else self._spans.around(scope, answer):
+                await self._app(scope, receive, send_recorded)
         finally:
-            route = self._route(scope)
+            route, _ = answer()
             api_metrics.HTTP_REQUESTS.labels(route, status).inc()
             api_metrics.HTTP_SECONDS.labels(route).observe(perf_counter() - started)
 

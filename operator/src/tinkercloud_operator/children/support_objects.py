@@ -88,6 +88,7 @@ def head_config(build: Build) -> HeadConfig:
             suspend_seconds=settings.suspend_seconds_of(base_model.head),
         ),
         autosave=AutosaveConfig(**base_model.head.autosave.model_dump()),
+        otlp_endpoint=settings.otlp_endpoint,
         **_durability(build.resolved),
     )
 

@@ -2,6 +2,9 @@
 
 The API server names each request, and returns the name in its response. It is in every log line
 that the request causes, here and at its session head, and in the trace of its session.
+
+If spans are sent to OpenTelemetry (`span_sender`), a request also has a place in a trace there (W3C
+Trace Context), which heads and log lines get in the same way.
 """
 
 import re
@@ -12,6 +15,10 @@ ANTHROPIC_HEADER = "request-id"
 """The same for clients of Anthropic's API."""
 LOG_FIELD = "http_request_id"
 """Name of the field of log lines; `request_id` is that of futures."""
+TRACE_HEADER = "traceparent"
+"""Names the trace of OpenTelemetry and the span that caused a request."""
+TRACE_LOG_FIELD = "traceparent"
+"""Name of the field of log lines with the same content."""
 _ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

@@ -26,7 +26,8 @@ class Runs:
     """Ids of runs."""
 
     learning: str
-    """Has taken three steps. Its name and that of a value that its client logs are `ATTACK`."""
+    """Has taken three steps and has two checkpoints. Its name and that of a value that its client
+    logs are `ATTACK`."""
     other: str
     """Has taken two steps."""
     lost: str
@@ -44,6 +45,8 @@ def make_runs(server: Server) -> Runs:
     for number in range(1, 4):
         logged = {"step": number, "metrics": {ATTACK: float(number)}}
         assert server.post(f"runs/{learning}/metrics", logged).status == 200
+    for name in ("first", "second"):
+        assert server.post(f"runs/{learning}/save", {"name": name}).status == 200
     return Runs(learning, other, lost, _waiting(server))
 
 

@@ -72,6 +72,8 @@ def reads(of: Names) -> list[Call]:
         Call(f"GET {run}/checkpoints"),
         Call("GET /api/v1/runs/{run_id}"),
         Call("GET /api/v1/runs/{run_id}/curve"),
+        Call("GET /api/v1/runs/{run_id}/surplus_checkpoints?keep=1"),
+        Call("GET /api/v1/runs/{run_id}/timeline"),
         Call(f"GET {run}{checkpoint}/archive"),
         Call(
             f"GET {run}{checkpoint}/external_weights_urls",
@@ -175,6 +177,7 @@ def changes(of: Names) -> list[Call]:
         Call(f"POST {run}{checkpoint}/publish"),
         Call(f"PUT {run}{checkpoint}/ttl", {"ttl_seconds": 3600}),
         Call(f"DELETE {run}{checkpoint}/publish"),
+        Call("DELETE /api/v1/runs/{run_id}/surplus_checkpoints?keep=1"),
         Call(f"DELETE {run}{checkpoint}"),
         Call(f"DELETE {member}"),
         Call(f"POST {program}/stop"),

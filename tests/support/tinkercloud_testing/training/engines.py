@@ -60,7 +60,7 @@ def an_engine(
     max_batch_tokens: int = 256,
 ) -> Iterator[Engine]:
     """Start an engine over `model`; end its thread afterwards."""
-    base = TorchBaseModel(model, packed=graph_capturer is None)
+    base = TorchBaseModel(model)
     thread = EngineThread(on_crash=_end_the_process)
     sampler = TorchSampler(
         base,

@@ -101,8 +101,12 @@ class KubernetesProvider(SessionProvider):
         for run in (self._sessions.run, self._base_models.run, self._tenants.run):
             self._watching.append(asyncio.create_task(run()))
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
-        await self._sessions.is_filled.wait()
-        await self._base_models.is_filled.wait()
+        try:
+            await self._sessions.is_filled.wait()
+            await self._base_models.is_filled.wait()
+        except BaseException:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`. Sessions keep running for other replicas and processes."""

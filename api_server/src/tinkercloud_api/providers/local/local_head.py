@@ -239,6 +239,7 @@ class LocalHead:
             autosave=settings.autosave,
             journal_dir=str(self.journals),
             durability=settings.durability,
+            otlp_endpoint=settings.otlp_endpoint,
         )
 
     async def _wait_until_ready(

@@ -37,8 +37,12 @@ class LocalProvider(SessionProvider):
     async def start(self, record_report: RecordReport) -> None:
         """See `SessionProvider.start`."""
         self._client, self._record_report = open_client(), record_report
-        for model in self.models():
-            await self.add_model(model)
+        try:
+            for model in self.models():
+                await self.add_model(model)
+        except BaseException:
+            await self.stop()
+            raise
 
     async def add_model(self, model: ServedModel) -> None:
         """Serve another base model from now on; load one again that has failed to load.
@@ -72,9 +76,11 @@ class LocalProvider(SessionProvider):
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`."""
-        await asyncio.gather(*[head.stop() for head in self._heads.values()])
-        if self._client is not None:
-            await self._client.close()
+        try:
+            await asyncio.gather(*[head.stop() for head in self._heads.values()])
+        finally:
+            if self._client is not None:
+                await self._client.close()
 
     def models(self) -> list[ServedModel]:
         """See `SessionProvider.models`."""

@@ -36,8 +36,8 @@ from tinkercloud_testing.cluster.image_build.images import (
 )
 from tinkercloud_testing.cluster.image_build.programs import ROOT, layer_folder, system_tool
 
-_LIGHT = ("tinkercloud-api[postgres,sdk]", "tinkercloud-operator")
-_WORKER = ("tinkercloud-worker[megatron]",)
+_LIGHT = ("tinkercloud-api[postgres,sdk,telemetry]", "tinkercloud-operator")
+_WORKER = ("tinkercloud-worker[megatron,telemetry]",)
 _RECIPES = ("tinkercloud-programs", "tinker-cookbook[math-rl]")
 PROGRAMS: Mapping[str, tuple[str, Sequence[Sequence[str]]]] = {
     "api-server": ("tinkercloud_api", [_LIGHT]),

@@ -110,8 +110,11 @@ class HeadApp:
             await self._lifespan(receive, send)
             return
         request = Request(scope, receive)
-        name = request.headers.get(request_ids.HEADER)
-        named = {request_ids.LOG_FIELD: name} if name else {}
+        names = {
+            request_ids.LOG_FIELD: request.headers.get(request_ids.HEADER),
+            request_ids.TRACE_LOG_FIELD: request.headers.get(request_ids.TRACE_HEADER),
+        }
+        named = {field: name for field, name in names.items() if name}
         with structlog.contextvars.bound_contextvars(**named):
             await self._serve(request, send)
 

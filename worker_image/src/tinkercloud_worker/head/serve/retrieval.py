@@ -1,6 +1,7 @@
 """Retrieving results."""
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -13,6 +14,10 @@ from tinkercloud_worker.head.order.kept_results import Results, sample_gone
 from tinkercloud_worker.head.sampling.samplers import Samplers
 
 log = structlog.get_logger(__name__)
+
+_SHORTEST_POLL = 0.75
+"""The shortest long poll, as a share of the longest: clients that began to wait together, as after
+a restart, do not all poll again in the same moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,9 @@ class Retrieval:
 
     def _bounded(self, seconds: float | None) -> float:
         longest = self._config.timings.long_poll_seconds
-        return longest if seconds is None else min(seconds, longest)
+        if seconds is not None:
+            return min(seconds, longest)
+        return longest * random.uniform(_SHORTEST_POLL, 1)  # noqa: S311 - guards nothing
 
     async def _is_recalled(self, target: str, seconds: float) -> bool:
         """Resume the model of a target; return whether that succeeded in time."""

@@ -1,11 +1,14 @@
-"""Remembers when requests were accepted, started and finished, for traces and metrics."""
+"""Remembers when requests were accepted, started and finished, for traces and metrics.
+
+An OpenTelemetry collector gets the same times as spans (`SpanSender`), if there is one.
+"""
 
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 
@@ -17,6 +20,9 @@ from tinkercloud_worker.metrics import (
     REQUEST_SECONDS,
     REQUEST_WAIT_SECONDS,
 )
+
+if TYPE_CHECKING:
+    from tinkercloud_protocol.wire.span_sender import SpanSender
 
 T = TypeVar("T")
 
@@ -49,13 +55,17 @@ def count_tokens(count: int) -> None:
 class SpanRecorder:
     """The latest spans of sessions. Belongs to one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.time, sender: "SpanSender | None" = None
+    ) -> None:
         """Create a recorder without spans.
 
         Args:
             clock: returns the time in seconds from 1970-01-01 in UTC.
+            sender: sends spans to a collector; None: there is none.
         """
         self._clock = clock
+        self._sender = sender
         self._sessions: OrderedDict[str, deque[_Row]] = OrderedDict()
         self._num_spans = 0
 
@@ -71,7 +81,8 @@ class SpanRecorder:
             work: executes it when it is its turn.
         """
         accepted = self._clock()
-        request = structlog.contextvars.get_contextvars().get(request_ids.LOG_FIELD)
+        names = structlog.contextvars.get_contextvars()
+        request, parent = map(names.get, (request_ids.LOG_FIELD, request_ids.TRACE_LOG_FIELD))
 
         async def run() -> T:
             started = self._clock()
@@ -80,12 +91,19 @@ class SpanRecorder:
             OWNER_REQUESTS.labels(owner).inc()
             done = _Work()
             _RUNNING.set(done)
+            failure: BaseException | None = None
             try:
                 return await work()
+            except BaseException as error:
+                failure = error
+                raise
             finally:
                 _RUNNING.set(None)
                 finished = self._clock()
-                self._add((target, name, accepted, started, finished, request, done.tokens))
+                row = (target, name, accepted, started, finished, request, done.tokens)
+                self._add(row)
+                if self._sender is not None and parent is not None:
+                    _send(self._sender, parent, owner, row, failure)
 
         return run
 
@@ -108,8 +126,8 @@ class SpanRecorder:
 
     def _add(self, row: _Row) -> None:
         _, name, accepted, started, finished, _, _ = row
-        # The format of a batch is a part of its name; the clock may be set back.
-        kind = name.partition(" ")[0]
+        # The clock may be set back.
+        kind = _kind_of(name)
         REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))
         REQUEST_SECONDS.labels(kind).observe(max(finished - started, 0.0))
         session_id = row[0].partition(":")[0]
@@ -120,3 +138,28 @@ class SpanRecorder:
         while len(self._sessions) > MAX_SESSIONS or self._num_spans > MAX_ALL_SPANS:
             _, oldest = self._sessions.popitem(last=False)
             self._num_spans -= len(oldest)
+
+
+def _send(
+    sender: "SpanSender", parent: str, owner: str, row: _Row, failure: BaseException | None
+) -> None:
+    """Send the wait and the execution of a request."""
+    target, name, accepted, started, finished, request, tokens = row
+    named = {"tinkercloud.target": target, "tinkercloud.owner": owner}
+    if request is not None:
+        named["tinkercloud.http_request_id"] = request
+    # The clock may be set back.
+    sender.record("queue", parent, accepted, max(accepted, started), attributes=named)
+    sender.record(
+        _kind_of(name),
+        parent,
+        started,
+        max(started, finished),
+        attributes={**named, "tinkercloud.tokens": tokens},
+        error=failure,
+    )
+
+
+def _kind_of(name: str) -> str:
+    # The format of a batch is a part of its name.
+    return name.partition(" ")[0]
