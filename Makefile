@@ -216,7 +216,7 @@ docs-site: .venv/.installed ## build the documentation as a website into build/s
 	@NO_MKDOCS_2_WARNING=1 .uv/bin/uv tool run --quiet --from mkdocs==1.6.1 $(MKDOCS_PACKAGES:%=--with %) \
 	  mkdocs build --strict
 
-test-browser: .venv/.installed ## look at all pages of the console with Chromium (the package chromium of Debian)
+test-browser: cluster-programs ## look at all pages of the console with Chromium (the package chromium of Debian)
 	@$(BIN)/pytest tests/browser
 
 console-pictures: .venv/.installed $(MODEL_FOLDER) ## draw the pictures of docs/use/console.md with Chromium

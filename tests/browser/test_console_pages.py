@@ -31,6 +31,7 @@ def pages(window: Page, runs: Runs) -> Iterator[str]:
         *linked,
         *(f"/console/runs/{run}" for run in (runs.learning, runs.lost, runs.waiting)),
         f"/console/runs/{runs.learning}?from=2&to=2",
+        f"/console/runs/{runs.learning}/surplus_checkpoints?keep=1",
         f"/console/compare?run={runs.learning}&run={runs.other}",
         "/console/runs?search=no-such-run",
         "/console/runs/missing",

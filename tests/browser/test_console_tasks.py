@@ -67,6 +67,25 @@ def test_a_run_is_saved_with_the_keyboard(logged_in: Open, server: Server) -> No
     expect(window.get_by_text(f"{run}/weights/saved-step-000001").first).to_be_visible()
 
 
+def test_old_checkpoints_are_deleted_with_the_keyboard(logged_in: Open, server: Server) -> None:
+    window, run = logged_in(), trained(server, MODEL, steps=1)
+    for name in ("first", "second", "third"):
+        assert server.post(f"runs/{run}/save", {"name": name}).status == 200
+    window.goto(f"/console/runs/{run}")
+
+    Keyboard(window).fill(window.get_by_label("Keep the newest"), "2")
+    rows = window.get_by_role("region", name="Checkpoints that go").locator("tbody tr")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text(f"{run}/weights/first")
+    Keyboard(window).press(window.get_by_label("Their files can't be restored"), "Space")
+    Keyboard(window).press(window.get_by_role("button", name="Delete this checkpoint"))
+
+    heading(window, f"Run {run}")
+    shown = window.get_by_role("region", name="Checkpoints")
+    expect(shown.get_by_text(f"{run}/weights/third")).to_be_visible()
+    expect(shown.get_by_text(f"{run}/weights/first")).to_have_count(0)
+
+
 def test_runs_are_compared_with_the_keyboard(logged_in: Open, runs: Runs) -> None:
     window = logged_in()
     window.goto("/console/runs")

@@ -37,6 +37,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
+    check_owner,
     with_catalog,
 )
 from tinkercloud_api.commands.common.progress import waiting
@@ -49,11 +50,13 @@ from tinkercloud_api.commands.common.shared import (
     read_settings,
     request,
     say,
+    say_line,
     show,
     watch,
 )
 from tinkercloud_api.commands.runs import export_command, top_command
 from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -145,7 +148,7 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
-    with waiting("loading the server's program"):
+    with waiting("loading the server's program"), lasting_objects():
         from tinkercloud_api.admin.preflight import CannotServeError
         from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
         from tinkercloud_api.config import added_models, api_logs, state_folder
@@ -210,6 +213,7 @@ def create_key(
     from tinkercloud_api.access.auth import hash_key, new_key
     from tinkercloud_api.catalog.schema.tables import now
 
+    check_owner("NAME" if owner is None else "--owner", owner or name)
     key = new_key()
     limits = ["--role", role, "--expires", expires or "never"]
     row = change_catalog(
@@ -366,7 +370,7 @@ def show_session(
         return
     summary = _session_row(usage)
     for name in ("owner", "state", "last heartbeat", "memory"):
-        typer.echo(f"{name}: {summary[name]}")
+        say_line(f"{name}: {summary[name]}")
     rows = [
         {
             "kind": "training run",

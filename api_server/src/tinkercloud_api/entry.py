@@ -1,8 +1,9 @@
 """Starts the `tinkercloud` command, and loads no more than it needs."""
 
-import gc
+import os
 import sys
 
+from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.version_line import version_line
 
 
@@ -12,10 +13,16 @@ def main() -> None:
         # The commands take seconds of a small machine to load.
         sys.stdout.write(f"{version_line()}\n")
         return
-    # Imported modules are never freed; collecting them took an eighth of the startup time.
-    gc.disable()
-    from tinkercloud_api.cli import app  # noqa: PLC0415 - after the garbage collector is disabled
-
-    gc.freeze()
-    gc.enable()
+    if sys.argv[1:2] == ["serve"] and "--help" not in sys.argv:
+        _say_that_it_starts()
+    with lasting_objects():
+        from tinkercloud_api.cli import app  # noqa: PLC0415 - while nothing is collected
     app()
+
+
+def _say_that_it_starts() -> None:
+    """Print the first line of the server, whose program takes seconds of a busy machine to load."""
+    # Before the settings are read, which takes part of that time.
+    if os.environ.get("TINKERCLOUD_LOG_FORMAT") != "json":
+        sys.stderr.write(f"{version_line()}: starting\n")
+        sys.stderr.flush()

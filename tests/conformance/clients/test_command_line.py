@@ -90,7 +90,7 @@ def test_an_unusable_state_folder_is_reported_in_one_sentence(server: Server) ->
     refused = tinkercloud(server, "serve", "--port", "0", "--state-dir", "/etc/hostname")
 
     assert refused.returncode == 1
-    assert refused.stderr.startswith("error: state_dir: cannot use /etc/hostname (")
+    assert "\nerror: state_dir: cannot use /etc/hostname (" in refused.stderr
 
 
 def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:

@@ -243,7 +243,7 @@ def test_a_run_is_saved_suspended_and_ended_with_forms(server: Server, browser: 
     assert browser.send(f"{page}/stop", {**form, "suspend": "yes"}).status_code == 303
     assert "suspended" in text(browser.get(page))
     assert browser.send(f"{page}/stop", form).status_code == 303
-    assert "its model was deleted" in text(browser.get(page))
+    assert "its owner stopped it" in text(browser.get(page))
     assert "Save it and end it" not in text(browser.get(page))
     done = events(server, began, training.model_id)
     assert (done.count("run_stop"), done.count("checkpoint_write")) == (2, 2)

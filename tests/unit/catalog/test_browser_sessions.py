@@ -1,6 +1,7 @@
 """Sessions of browsers end with what opened them."""
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -9,12 +10,14 @@ from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auth import Authenticator, hash_key
 from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
+from tinkercloud_api.catalog.access.user_rows import LoginKey
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_protocol.wire.errors import Unauthenticated
 
-KEY = "tml-key"
+KEY, UNSEEN, OTHER = "tml-key", "tml-unseen", "tml-other"
+KEYS = {KEY: "a", UNSEEN: LoginKey.CONSOLE, OTHER: LoginKey.CONSOLE}
 
 
 @pytest.fixture
@@ -22,7 +25,8 @@ async def browsers(database_url: str) -> AsyncIterator[BrowserSessions]:
     engine = open_database(database_url)
     await migrate(engine)
     catalog = Catalog(engine)
-    await catalog.add_key(key_hash=hash_key(KEY), name="a", owner="me", role="user")
+    for key, name in KEYS.items():
+        await catalog.add_key(key_hash=hash_key(key), name=name, owner="me", role="user")
     authenticator = Authenticator(catalog, lambda _: None, AccessTokens("s" * 32))
     yield BrowserSessions(ConsoleTokens(engine), authenticator)
     await catalog.close()
@@ -56,3 +60,26 @@ async def test_a_session_of_a_key_lasts_a_week_and_a_link_ten_minutes(
             await browsers.find(token, "", moment + later)
     with pytest.raises(Unauthenticated):
         await browsers.with_link(link, "", moment + timedelta(minutes=11))
+
+
+async def test_a_logout_ends_the_key_that_nobody_saw_and_no_other(
+    browsers: BrowserSessions,
+) -> None:
+    async def valid() -> list[str]:
+        held = []
+        for key in KEYS:
+            with suppress(Unauthenticated):
+                await browsers.authenticator.principal(key)
+                held.append(key)
+        return held
+
+    sessions = [await browsers.open(await browsers.with_key(key, ""), now()) for key in KEYS]
+
+    await browsers.end(sessions[0], everywhere=False)
+    after_own_key = await valid()
+    await browsers.end(sessions[1], everywhere=False)
+    after_login = await valid()
+    await browsers.end(sessions[2], everywhere=True)
+
+    assert (after_own_key, after_login) == ([KEY, UNSEEN, OTHER], [KEY, OTHER])
+    assert await valid() == [KEY]

@@ -2,14 +2,16 @@
 
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tinkercloud_api.catalog.access.visibility import EVERYTHING
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.runs.session_search import Search, Status, matching
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
-from tinkercloud_api.catalog.schema.tables import Session, now
+from tinkercloud_api.catalog.schema.statements import Page
+from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
 
 ANY: dict[str, Any] = {
@@ -82,3 +84,22 @@ async def test_a_page_starts_after_the_session_that_its_cursor_names(catalog: Ca
 
     assert sorted(order) == ["session-0", "session-1", "session-2"]
     assert order[-1] == "session-2"
+
+
+async def test_a_catalog_in_a_file_finds_names_with_umlauts_in_any_case(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    catalog = Catalog(engine)
+    of_owner = {"owner": "me", "user_metadata": {}}
+    session = Session(id="s", sdk_version="1", display_name="Größe ÜBER", tags=[], **of_owner)
+    await catalog.add_session(session)
+    run = TrainingRun(id="s:train:0", session_id="s", base_model="tiny", spec={}, **of_owner)
+    await catalog.add_run(run)
+
+    listed, _ = await catalog.runs_by_use(Visibility("me"), Page(0, 10), "GRÖ")
+    wanted = Search(**{**ANY, "live_since": now(), "display_name": "über grö"})
+    sessions = await catalog.find_sessions(matching(wanted))
+    await engine.dispose()
+
+    assert [row.id for row in listed] == ["s:train:0"]
+    assert [row.id for row in sessions] == ["s"]

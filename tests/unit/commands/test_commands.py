@@ -1,5 +1,6 @@
 """What all `tinkercloud` commands have in common."""
 
+import csv
 import json
 import re
 import subprocess
@@ -16,9 +17,9 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.commands import audit_commands
+from tinkercloud_api.commands import audit_commands, run_commands, usage_commands
 from tinkercloud_api.commands.common import shared
-from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.progress import CopyProgress, StateProgress, waiting
 from tinkercloud_api.config.readable import binary_size, moment
 
 ONLY_CHANGE = {
@@ -222,11 +223,89 @@ def test_entries_of_the_audit_log_without_a_status_are_listed(
     ]
 
 
+def test_fields_of_a_run_do_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = "2026-11-28T19:14:30+00:00"
+    run = dict.fromkeys(("project_id", "step", "lora_rank", "unsaved_steps", "queue_reason"))
+    run |= {"run_id": "a:train:0", "tokens_per_minute": 0, "created_at": moment}
+    run |= {"last_seen_at": moment, "queue_state": "active", "state": "lost", "checkpoints": []}
+    run |= dict.fromkeys(("owner", "name", "base_model", "reason"), HOSTILE)
+    monkeypatch.setattr(run_commands, "request", lambda *_: run)
+
+    shown = CliRunner().invoke(app, ["runs", "show", "a:train:0", "--api-key", "tml-key"])
+
+    lines = [f"{name}: {SHOWN}" for name in ("owner", "name", "model", "reason")]
+    assert set(lines) <= set(shown.stdout.splitlines())
+
+
+def test_an_audit_log_of_others_does_not_control_the_terminal(tmp_path: Path) -> None:
+    row = {
+        "id": 7,
+        "at": "2026-11-28T19:14:30Z",
+        "owner": HOSTILE,
+        "key_id": None,
+        "event": HOSTILE,
+    }
+    row |= {"details": {}, "outcome_of": None, "hash": HOSTILE}
+    (tmp_path / "log").write_text(f"{json.dumps(row)}\n")
+
+    checked = CliRunner().invoke(app, ["audit", "verify", str(tmp_path / "log")])
+
+    assert checked.exit_code == 1
+    assert f"newest: 7:{SHOWN}" in checked.stdout.splitlines()
+    assert "\x1b" not in checked.output
+
+
+def test_a_progress_line_and_a_question_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    StateProgress()(HOSTILE)
+    asked: list[str] = []
+
+    def answer(question: str, **_: object) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(typer, "confirm", answer)
+    shared.confirm(f"End {HOSTILE}?", skipped=False)
+
+    assert capsys.readouterr().err == f"{SHOWN}\n"
+    assert asked == [f"End {SHOWN}?"]
+
+
 def test_a_name_that_is_not_text_is_refused_before_it_is_recorded(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["keys", "create", "b\udcff", "--state-dir", str(tmp_path)])
 
     assert made.stderr == "error: 'b\\udcff' is not UTF-8 text; use a name that is\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["keys", "create", "ci", "--owner"], ["keys", "create"], ["users", "create"]],
+    ids=" ".join,
+)
+def test_no_owner_gets_the_name_of_a_group(arguments: list[str], tmp_path: Path) -> None:
+    made = CliRunner().invoke(app, [*arguments, "group:vision", "--state-dir", str(tmp_path)])
+
+    assert "'group:vision': a name with group: is that of a group of OpenID" in made.stderr
+    assert made.exit_code == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("by", "grouped"), [("model", ["model_id"]), ("project", ["project_id"]), ("day", [])]
+)
+def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
+    by: str, grouped: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"owner": "ann", "base_model": "m", "model_id": "s:train:0", "project_id": "p"}
+    monkeypatch.setattr(usage_commands, "request", lambda *_: {"usage": [row]})
+
+    printed = CliRunner().invoke(app, ["usage", "--by", by, "--csv", "--api-key", "tml-key"])
+
+    header, *rows = csv.reader(printed.stdout.splitlines())
+    assert [name for name in header if name in {"model_id", "project_id"}] == grouped
+    assert [dict(zip(header, each, strict=True))["base_model"] for each in rows] == ["m"]
 
 
 def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:

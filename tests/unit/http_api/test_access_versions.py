@@ -73,6 +73,13 @@ async def test_the_last_version_counts_for_a_while_if_the_catalog_does_not_respo
             await versions.current()
 
 
+async def test_a_version_that_was_read_at_once_counts_while_the_catalog_does_not_respond() -> None:
+    at_once: list[int | None] = [3, None]
+    versions = AccessVersions(_fail, 3600.0, lambda: at_once.pop(0))
+
+    assert [await versions.current(), await versions.current()] == [3, 3]
+
+
 async def test_without_any_version_nothing_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_versions, "_READ_SECONDS", 0.0)
     with pytest.raises(Unavailable, match="send the request again"):

@@ -1,6 +1,7 @@
 """Requests of browsers to the console: whose session they have, and what can't make them fail."""
 
 import asyncio
+import html
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from tinkercloud_api.routes.sessions import traces
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.clients.console_browser import FORM_TOKEN
+from tinkercloud_testing.clients.console_browser import FORM_TOKEN, SCRIPT
 from tinkercloud_testing.serving.providers import OneHead
 from tinkercloud_testing.serving.served_heads import served
 
@@ -38,10 +39,14 @@ class Head:
 
     text: str | None = None
     prompts: list[Any] = field(default_factory=list)
+    spans: list[dict[str, Any]] | None = field(default_factory=list)
+    """What it remembers of requests; None if it fails to say."""
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
+        if request.path.startswith(routes.HEAD_TIMELINE) and self.spans is None:
+            return web.Response(status=500)
         if request.path != routes.OPENAI_COMPLETIONS:
-            return web.json_response({"spans": [], "models": []})
+            return web.json_response({"spans": self.spans, "models": []})
         self.prompts.append(orjson.loads(await request.read())["prompt"])
         if self.text is not None:
             return web.json_response({"choices": [{"text": self.text, "logprobs": None}]})
@@ -66,6 +71,18 @@ class World:
         answer = await self.http.post("/console/login", data={"key": KEY})
         assert answer.status_code == 303, answer.text
         return str(FORM_TOKEN.findall((await self.http.get("/console/account")).text)[0])
+
+    async def add_run(self, generation: str | None = None) -> None:
+        """Add `RUN`, which the head with a generation has created."""
+        context = self.app.context
+        assert context is not None
+        (key,) = await context.catalog.keys()
+        of_owner = {"owner": key.owner, "user_metadata": {}}
+        await context.catalog.add_session(Session(id="s", tags=[], sdk_version="1", **of_owner))
+        spec = {"owner": key.owner, "lora": {"rank": 4}}
+        run = TrainingRun(id=RUN, session_id="s", base_model="tiny", spec=spec, **of_owner)
+        run.generation = generation
+        await context.catalog.add_run(run)
 
     async def ask(self, **fields: str) -> httpx.Response:
         """Send the form of the playground."""
@@ -128,14 +145,8 @@ async def test_the_page_of_a_run_looks_for_new_checkpoints_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await world.log_in()
-    context, found = world.app.context, list[str]()
-    assert context is not None
-    (key,) = await context.catalog.keys()
-    of_owner = {"owner": key.owner, "user_metadata": {}}
-    await context.catalog.add_session(Session(id="s", tags=[], sdk_version="1", **of_owner))
-    spec = {"owner": key.owner, "lora": {"rank": 4}}
-    run = TrainingRun(id=RUN, session_id="s", base_model="tiny", spec=spec, **of_owner)
-    await context.catalog.add_run(run)
+    await world.add_run()
+    found = list[str]()
     discover = ManifestIndex.discover
 
     async def noted(index: ManifestIndex, run_id: str) -> None:
@@ -147,6 +158,38 @@ async def test_the_page_of_a_run_looks_for_new_checkpoints_once(
     page = await world.http.get(f"/console/runs/{RUN}")
 
     assert (page.status_code, found) == (200, [RUN])
+
+
+@pytest.mark.parametrize(("generation", "why"), [("g0", "is away"), ("g1", "did not respond")])
+async def test_the_timeline_of_a_run_says_why_it_is_not_known(
+    world: World, generation: str, why: str
+) -> None:
+    await world.log_in()
+    await world.add_run(generation)
+    world.head.spans = None
+
+    path, key = f"/api/v1/runs/{RUN}/timeline", {"x-api-key": KEY}
+    answer = (await world.http.get(path, headers=key)).json()
+    page = await world.http.get(f"/console/runs/{RUN}")
+
+    assert (answer["requests"], why in answer["reason"]) == ([], True)
+    assert (page.status_code, answer["reason"] in page.text) == (200, True)
+    assert "<rect" not in page.text
+
+
+async def test_names_of_requests_that_are_attacks_are_shown_as_text(world: World) -> None:
+    await world.log_in()
+    await world.add_run("g1")
+    times = {"accepted": 20.0, "started": 10.0, "finished": 5.0}
+    world.head.spans = [{"target": RUN, "name": SCRIPT, "request": SCRIPT * 999, **times}]
+
+    page = await world.http.get(f"/console/runs/{RUN}")
+
+    assert page.status_code == 200
+    assert "<script" not in page.text
+    assert '<script>alert("x")</script>' in html.unescape(page.text)
+    # The clock of the head was set back.
+    assert page.text.count('<td class="number">0.000</td>') == 2
 
 
 async def test_a_page_is_rendered_outside_the_event_loop() -> None:
@@ -203,3 +246,12 @@ async def test_a_head_that_dies_while_it_answers_is_a_problem_of_this_answer(
 
     assert page.status_code == 200, page.text
     assert "the session head disconnected" in page.text
+
+
+async def test_a_comparison_without_runs_says_how_to_choose_them(world: World) -> None:
+    await world.log_in()
+
+    page = await world.http.get("/console/compare")
+
+    assert page.status_code == 200
+    assert 'tick up to 8 of them in the <a href="/console/runs">list of runs</a>' in page.text

@@ -53,7 +53,7 @@ class Server:
     async def reader(self, caller: Principal, _token: str | None) -> Principal:
         return caller
 
-    async def head_of_run(self, _model: str) -> HeadEndpoint:
+    def head_at_once(self, _model: str) -> HeadEndpoint:
         return self._route
 
 

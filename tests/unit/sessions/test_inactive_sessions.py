@@ -340,7 +340,8 @@ async def test_a_run_whose_model_could_not_be_created_can_be_stopped(
     assert world.provider.endpoint is not None
 
     async with running_context(Settings(state_dir=tmp_path), world.provider) as server:
-        assert await server.runs.end("c:train:0", world.provider.endpoint, None) is None
+        endpoint = world.provider.endpoint
+        assert await server.runs.end("c:train:0", endpoint, None, "its owner") is None
         row = await server.catalog.run("c:train:0")
 
     assert row is not None

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from tinkercloud_worker.model.weight_files import share_weights
 from tinkercloud_worker.model.weights_check import check_finite, expected_of, load_checked
 
 
@@ -45,6 +46,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
         finished.mkdir()
         for file in [entry for entry in Path(temporary).iterdir() if entry.is_file()]:
             file.rename(finished / file.name)
+        share_weights(finished)
         try:
             finished.rename(folder)
         except OSError:

@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
 from tinkercloud_worker.model.architecture import is_tied
+from tinkercloud_worker.model.weight_files import share_weights
 from tinkercloud_worker.untie import CannotUntieError, untie
 
 if TYPE_CHECKING:
@@ -64,9 +65,7 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
         merged = _adapted(loaded, adapter, model).merge_and_unload()
         merged.to(config.dtype or torch.float32).save_pretrained(written)
         AutoTokenizer.from_pretrained(model).save_pretrained(written)
-        # safetensors writes files that only their owner may read.
-        for file in written.glob("*.safetensors"):
-            file.chmod((written / "config.json").stat().st_mode)
+        share_weights(written)
         written.rename(folder)
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tinkercloud_worker.model.architecture import is_tied
+from tinkercloud_worker.model.weight_files import share_weights
 
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -67,6 +68,7 @@ def untie(model: Path, folder: Path) -> None:
         }
         _add_head(copy, names[embedding], embedding, places)
         _write_config(copy)
+        share_weights(copy)
         copy.rename(folder)
 
 

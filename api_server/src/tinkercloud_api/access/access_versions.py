@@ -23,14 +23,21 @@ _READ_SECONDS = 2.0
 class AccessVersions:
     """Reads the version. Belongs to one event loop."""
 
-    def __init__(self, read: Callable[[], Awaitable[int]], lenience_seconds: float) -> None:
+    def __init__(
+        self,
+        read: Callable[[], Awaitable[int]],
+        lenience_seconds: float,
+        read_at_once: Callable[[], int | None] = lambda: None,
+    ) -> None:
         """Use a source of versions.
 
         Args:
             read: reads the version from the catalog.
             lenience_seconds: how long the last version counts while the catalog does not respond.
+            read_at_once: reads it without waiting; returns None if that is not possible.
         """
         self._read = read
+        self._read_at_once = read_at_once
         self._lenience = lenience_seconds
         self._last = 0
         self._read_at: float | None = None
@@ -44,6 +51,10 @@ class AccessVersions:
         Raises:
             Unavailable: the catalog has not responded for longer than the lenience.
         """
+        version = self._read_at_once()
+        if version is not None:
+            self._last, self._read_at = version, time.monotonic()
+            return version
         if self._next is None:
             self._next = asyncio.create_task(self._read_after(self._running))
         return await asyncio.shield(self._next)

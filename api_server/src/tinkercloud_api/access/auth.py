@@ -208,7 +208,9 @@ class Authenticator:
             restored: see `Principal.restored`.
         """
         self._catalog = catalog
-        self._versions = AccessVersions(catalog.access_version, REMEMBERED_SECONDS)
+        self._versions = AccessVersions(
+            catalog.access_version, REMEMBERED_SECONDS, catalog.access_version_at_once
+        )
         self._record_use = record_use
         self._tokens = tokens
         self._restored = restored

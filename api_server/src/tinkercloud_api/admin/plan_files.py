@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from tinkercloud_planning.gpus import UnknownGpus, parse
 from tinkercloud_planning.memory import GpuMemory
 from tinkercloud_planning.plan import ModelPlan, plan_training
 from tinkercloud_planning.plan import plan as make_plan
-from tinkercloud_planning.refusal import DoesNotFit, fewest_gpus, gib
+from tinkercloud_planning.refusal import DoesNotFit, gib, most_sessions
 from tinkercloud_planning.search import Demand
 from tinkercloud_planning.serving import ServingPlan, plan_serving
 
@@ -153,8 +153,9 @@ def _from_hub(model: str) -> Path:
     except httpx2.TransportError as error:
         raise CannotPlan(
             f"{model!r} is neither a local folder nor in the local Hugging Face cache, and the hub"
-            f" at {constants.ENDPOINT} cannot be reached ({error}); pass a folder that contains its"
-            f" {_CONFIG}, or set HF_ENDPOINT to a mirror"
+            f" at {constants.ENDPOINT} cannot be reached ({error}). One small file is sufficient:"
+            f" download {hf_hub_url(model, _CONFIG)} elsewhere, put it in a folder as {_CONFIG},"
+            " and pass that folder; or set HF_ENDPOINT to a mirror"
         ) from error
     except OSError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
@@ -264,10 +265,10 @@ def _choices(plan: ModelPlan, wanted: Wanted) -> Table:
         table.add_row(reason.choice, reason.value, reason.why)
     # A pool shares one cluster, whose GPUs do not grow with its runs.
     is_alone = plan.division.sampler is not None and plan.demand.slots == 1
-    fewest = fewest_gpus(plan.demand, plan.fleet) if is_alone else None
-    if fewest is not None and fewest < plan.fleet.count:
-        sessions = wanted.sessions * (plan.fleet.count // fewest)
-        why = f"{fewest}x{plan.fleet.gpu.name} are enough for one; --sessions {sessions} plans that"
+    found = most_sessions(plan.demand, plan.fleet) if is_alone else None
+    if found is not None and found[0] > 1:
+        sessions, each = wanted.sessions * found[0], replace(plan.fleet, count=found[1])
+        why = f"{each} are enough for one; --sessions {sessions} plans that"
         table.add_row("sessions", f"{wanted.sessions} at a time", why)
     return table
 

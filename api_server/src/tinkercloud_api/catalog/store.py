@@ -15,6 +15,7 @@ from tinkercloud_api.catalog.access.project_rows import ProjectStatements, keep_
 from tinkercloud_api.catalog.access.user_rows import UserStatements
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.runs import run_ends
+from tinkercloud_api.catalog.runs.checkpoint_uses import CheckpointUses
 from tinkercloud_api.catalog.runs.counts import Counts
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatements
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
@@ -33,7 +34,13 @@ _MAX_SWEPT = 100
 
 
 class Catalog(
-    KeyStatements, UserStatements, ProjectStatements, Counts, CheckpointStatements, UploadStatements
+    KeyStatements,
+    UserStatements,
+    ProjectStatements,
+    Counts,
+    CheckpointStatements,
+    CheckpointUses,
+    UploadStatements,
 ):
     """Queries and updates of the catalog database."""
 
@@ -232,10 +239,15 @@ class Catalog(
         async with self._reading() as db:
             return (await db.scalars(query.order_by(TrainingRun.id))).all()
 
-    async def delete_run(self, run_id: str) -> None:
-        """Delete a run, but keep its checkpoints. This is idempotent."""
+    async def delete_run(self, run_id: str, stopped_by: str | None = None) -> None:
+        """Delete a run, but keep its checkpoints. This is idempotent.
+
+        Args:
+            run_id: the run.
+            stopped_by: who stopped it, as `TrainingRun.stopped_by`.
+        """
         async with self._writing() as db:
-            await _delete_runs(db, TrainingRun.id == run_id)
+            await _delete_runs(db, TrainingRun.id == run_id, stopped_by)
 
     async def delete_runs_of_finished_sessions(self) -> bool:
         """Delete runs that were created while their session ended; keep their checkpoints.
@@ -286,13 +298,15 @@ class Catalog(
         return await self._one(select(SamplingSession).where(SamplingSession.id == sampler_id))
 
 
-async def _delete_runs(db: AsyncSession, which: ColumnElement[bool]) -> bool:
+async def _delete_runs(
+    db: AsyncSession, which: ColumnElement[bool], stopped_by: str | None = None
+) -> bool:
     """Delete runs; return whether there were any."""
     is_left = and_(which, TrainingRun.deleted_at.is_(None))
     # All replicas lock rows in the same order to prevent deadlocks.
     left = select(TrainingRun.id).where(is_left).order_by(TrainingRun.id)
     await db.execute(left.with_for_update())
-    deleted = update(TrainingRun).where(is_left).values(deleted_at=now())
+    deleted = update(TrainingRun).where(is_left).values(deleted_at=now(), stopped_by=stopped_by)
     result = await db.execute(deleted.execution_options(synchronize_session=False))
     is_any = isinstance(result, CursorResult) and bool(result.rowcount)
     if is_any:

@@ -17,7 +17,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     export_audit_log,
     verify_audit_log,
 )
-from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, say_line, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ def verify_audit(
         typer.echo(json.dumps({**found, "faults": verdict.faults}))
     else:
         typer.echo(f"rows: {verdict.entries} checked, {verdict.removed} removed by retention")
-        typer.echo(f"newest: {newest}")
+        say_line(f"newest: {newest}")
         for fault in verdict.faults:
-            typer.echo(f"broken: {fault}", err=True)
+            say_line(f"broken: {fault}", err=True)
     if verdict.faults:
         raise typer.Exit(1)
 

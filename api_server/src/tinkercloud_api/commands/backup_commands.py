@@ -22,7 +22,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     record_in_file,
 )
 from tinkercloud_api.commands.common.progress import CopyProgress
-from tinkercloud_api.commands.common.shared import Json, fail, read_settings
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings, say_line
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(help="Make, check and restore backups of a server.", no_args_is_help=True)
@@ -170,7 +170,7 @@ def _report(manifest: Any, sentence: str, *, as_json: bool, to_stderr: bool) -> 
         lines.append(f"settings left out: {', '.join(manifest.left_out)}")
     lines += [f"damaged before the backup: {name}: {why}" for name, why in manifest.damaged.items()]
     for line in lines:
-        typer.echo(line, err=to_stderr)
+        say_line(line, err=to_stderr)
 
 
 @contextmanager

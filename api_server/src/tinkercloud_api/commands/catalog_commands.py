@@ -7,7 +7,7 @@ import typer
 
 from tinkercloud_api.commands.common.local_catalog import Change, StateDir, change_catalog
 from tinkercloud_api.commands.common.progress import waiting
-from tinkercloud_api.commands.common.shared import Json, fail, read_settings
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings, say_line
 
 app = typer.Typer(
     help="Manage the catalog, the index of training runs and checkpoints.", no_args_is_help=True
@@ -41,4 +41,4 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
         return
     typer.echo(f"found {rebuilt.runs} training runs and {rebuilt.checkpoints} checkpoints")
     for sentence in rebuilt.damaged:
-        typer.echo(f"damaged: {sentence}")
+        say_line(f"damaged: {sentence}")

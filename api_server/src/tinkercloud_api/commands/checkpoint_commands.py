@@ -15,7 +15,18 @@ from urllib.parse import quote
 import typer
 
 from tinkercloud_api.commands.common.progress import CopyProgress, waiting
-from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, say, show
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    Yes,
+    confirm,
+    fail,
+    request,
+    say,
+    say_line,
+    show,
+)
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
@@ -85,7 +96,38 @@ def delete_checkpoints(
     """Delete checkpoints."""
     for path, url in [(path, _url_of(path)) for path in paths]:
         request("DELETE", base_url, api_key, url)
-        typer.echo(f"deleted {path}")
+        say_line(f"deleted {path}")
+
+
+@app.command("keep")
+def keep_newest(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")],
+    count: Annotated[
+        int, typer.Argument(metavar="K", min=1, max=100_000, help="How many of each kind to keep.")
+    ],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Show which checkpoints of a run are older than its newest K, and delete them.
+
+    Those that everybody may read, and those that something refers to, stay.
+    """
+    path = f"runs/{quote(run, safe=':')}/surplus_checkpoints?keep={count}"
+    found = request("GET", base_url, api_key, path)
+    if not as_json:
+        for each in found["spared"]:
+            say_line(f"{each['tinker_path']} stays: {each['reason']}")
+    if found["checkpoints"]:
+        # On standard error, as the question is: with --json, only JSON is on standard output.
+        for each in found["checkpoints"]:
+            typer.echo(f"{each['tinker_path']} ({binary_size(each['size_bytes'])}) goes", err=True)
+        confirm(f"Delete these {len(found['checkpoints'])} checkpoints?", skipped=yes)
+        found = request("DELETE", base_url, api_key, f"{path}&until={quote(found['until'])}")
+    number = len(found["checkpoints"])
+    say(f"deleted {number} checkpoint{'s' * (number != 1)}", found, as_json=as_json)
 
 
 @app.command("export")

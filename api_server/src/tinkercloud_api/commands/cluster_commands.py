@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import os
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tinkercloud_api.commands.common.progress import waiting
-from tinkercloud_api.commands.common.shared import Json, fail, read_settings, show
+from tinkercloud_api.commands.common.shared import Json, fail, read_settings, say_line, show
 
 if TYPE_CHECKING:
     from tinkercloud_api.cluster_check.findings import Finding
@@ -67,8 +68,8 @@ def check_cluster(
     if as_json:
         show([each.as_row() for each in findings], _COLUMNS, as_json=True)
     else:
-        for each in findings:
-            typer.echo(_line(each))
+        for line in chain.from_iterable(_line(each).splitlines() for each in findings):
+            say_line(line)
     if any(each.level is Level.PROBLEM for each in findings):
         raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tinkercloud_api.commands.common.shared import fail, read_settings
+from tinkercloud_api.commands.common.shared import fail, read_settings, say_line
 
 if TYPE_CHECKING:
     from tinkercloud_api.admin.draining import Progress
@@ -71,6 +71,6 @@ async def _run(
                 await cordon(cluster, node)
             async for progress in drain(cluster, node):
                 left[progress.session] = progress
-                typer.echo(f"{progress.session}: {progress.state}")
+                say_line(f"{progress.session}: {progress.state}")
     finally:
         await cluster.close()

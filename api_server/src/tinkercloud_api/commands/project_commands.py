@@ -6,7 +6,15 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, say, show
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    request,
+    say,
+    say_line,
+    show,
+)
 from tinkercloud_api.config.readable import moment
 
 app = typer.Typer(
@@ -75,7 +83,7 @@ def show_project(
     """List the members of a project."""
     answer = request("GET", base_url, api_key, _path(project))
     if not as_json:
-        typer.echo(f"name: {answer['name']}")
+        say_line(f"name: {answer['name']}")
     show(answer["members"], ["owner", "role"], as_json=as_json)
 
 

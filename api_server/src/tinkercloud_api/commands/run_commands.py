@@ -17,6 +17,7 @@ from tinkercloud_api.commands.common.shared import (
     fail,
     request,
     say,
+    say_line,
     show,
     watch,
 )
@@ -32,6 +33,7 @@ _COLUMNS = [
 ]
 _CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
 _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
+_TIMELINE_COLUMNS = ["accepted", "request", "waited s", "ran s", "tokens", "of", "request id"]
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
@@ -155,7 +157,7 @@ def show_run(
     row |= {"unsaved steps": found["unsaved_steps"], "queue reason": found["queue_reason"]}
     for name, value in row.items():
         if value not in {None, ""}:
-            typer.echo(f"{name}: {value}")
+            say_line(f"{name}: {value}")
     rows = [
         {
             "step": each["step"],
@@ -214,6 +216,47 @@ def mean_text(metric: dict[str, Any] | None) -> str:
     if metric["not_finite"]:
         return "not finite"
     return f"{metric['mean']:.5g}"
+
+
+@app.command("timeline")
+def show_timeline(
+    run: RunArgument,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    limit: Annotated[
+        int, typer.Option(min=1, max=1000, help="Maximum number of requests to show.")
+    ] = 20,
+    *,
+    again: Watch = False,
+    as_json: Json = False,
+) -> None:
+    """Show how long the last requests of a run, and of its samplers, waited and ran."""
+    path = f"{path_of(run)}/timeline?limit={limit}"
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, path)
+        if as_json:
+            typer.echo(json.dumps(found))
+        elif not found["requests"]:
+            say_line(found["reason"] or f"The session head remembers no request of run {run}.")
+        else:
+            show(
+                [_request_row(each) for each in found["requests"]], _TIMELINE_COLUMNS, as_json=False
+            )
+
+    watch(draw, again=again)
+
+
+def _request_row(found: dict[str, Any]) -> dict[str, object]:
+    return {
+        "accepted": found["accepted_at"],
+        "request": found["name"],
+        "waited s": f"{found['wait_seconds']:.3f}",
+        "ran s": f"{found['run_seconds']:.3f}",
+        "tokens": found["tokens"],
+        "of": found["target"],
+        "request id": found["request_id"] or "",
+    }
 
 
 @app.command("save")
@@ -279,7 +322,7 @@ def attach_run(
     if not found["checkpoints"]:
         fail(f"training run {run} has no checkpoint to continue from ({found['reason']})")
     newest = found["checkpoints"][0]
-    typer.echo(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
+    say_line(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
     step = newest["step"]
     typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step, step)))
 
@@ -340,4 +383,4 @@ def _say_wait(what: str, run: dict[str, Any]) -> None:
     if run["state"] in _CONTINUABLE:
         size = run["memory_bytes"]
         place = f"{run['state']}, {binary_size(size)}" if size else run["state"]
-        typer.echo(f"{what} a model of {run['base_model']} ({place}) ...", err=True)
+        say_line(f"{what} a model of {run['base_model']} ({place}) ...", err=True)

@@ -12,7 +12,15 @@ from urllib.parse import urlencode
 
 import typer
 
-from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, show
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    fail,
+    request,
+    say_line,
+    show,
+)
 from tinkercloud_api.config.readable import binary_size, moment
 
 
@@ -25,6 +33,8 @@ class By(StrEnum):
     PROJECT = "project"
 
 
+_GROUPED: dict[object, tuple[str, ...]] = {By.MODEL: ("model_id",), By.PROJECT: ("project_id",)}
+"""Columns of CSV that rows have only if they sum up nothing else: a day is of all projects."""
 _FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
 _PAGE = 1000
 """Rows of a request with --csv, which are all in the end."""
@@ -126,7 +136,7 @@ def _print(answer: dict[str, Any], what: str) -> None:
     show(storage, ["owner", "checkpoints", "size"], as_json=False)
     quota = answer.get("quota")
     if quota is not None:
-        typer.echo(f"tenant {quota['tenant']}; waiting sessions: {quota['waiting']}")
+        say_line(f"tenant {quota['tenant']}; waiting sessions: {quota['waiting']}")
         limits = [_limit(each) for each in quota["limits"] if each["limit"] is not None]
         show(limits, ["limit", "used", "allowed"], as_json=False)
 
@@ -153,7 +163,7 @@ def _limit(limit: dict[str, Any]) -> dict[str, str]:
 
 def _print_csv(base_url: str | None, api_key: str, query: Mapping[str, object]) -> None:
     """Print all rows of a query, with the fields of the API as columns."""
-    names = ["starts_at", "ends_at", "owner", "project_id", "base_model", "model_id"]
+    names = ["starts_at", "ends_at", "owner", "base_model", *_GROUPED.get(query["by"], ())]
     columns = [*names, *_AMOUNTS.values(), "engine_seconds"]
     writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", lineterminator="\n")
     for offset in count(step=_PAGE):

@@ -10,6 +10,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     Change,
     StateDir,
     change_catalog,
+    check_owner,
     with_catalog,
 )
 from tinkercloud_api.commands.common.shared import Json, fail, show
@@ -56,6 +57,7 @@ def create_user(
     state_dir: StateDir = None,
 ) -> None:
     """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
+    check_owner("NAME", name)
     arguments = ["users", "create", name, "--role", role or "none"]
     change = Change("user_create", arguments, [f"user {name}"])
     if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:

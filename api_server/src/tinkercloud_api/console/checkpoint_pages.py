@@ -8,7 +8,7 @@ from typing import Annotated
 
 from fastapi import Request
 from fastapi.responses import RedirectResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import AwareDatetime, BaseModel, Field
 
 from tinkercloud_api.access.effects import changes, declares
 from tinkercloud_api.console.pages import (
@@ -20,9 +20,10 @@ from tinkercloud_api.console.pages import (
     page_router,
     read,
     segment,
+    show,
 )
 from tinkercloud_api.context import Context, Server
-from tinkercloud_api.routes.checkpoints import download_routes, run_routes
+from tinkercloud_api.routes.checkpoints import download_routes, run_routes, surplus_routes
 from tinkercloud_protocol.responses.listings import CheckpointInfo
 from tinkercloud_protocol.responses.run_states import RunCheckpoint, RunDetails
 from tinkercloud_protocol.wire.paths import CheckpointPath
@@ -69,6 +70,42 @@ class _Lifetime(BaseModel):
     """The fields of the form for a checkpoint's lifetime."""
 
     days: Annotated[int, Field(ge=1, le=3650)]
+
+
+class _Kept(BaseModel):
+    """The fields of the form that deletes all but the newest checkpoints."""
+
+    keep: surplus_routes.Keep
+    until: AwareDatetime
+
+
+@router.get("/runs/{run_id}/surplus_checkpoints")
+async def show_surplus(
+    run_id: str, keep: surplus_routes.Keep, server: Server, session: Session
+) -> Response:
+    """Show which checkpoints of a run go if only the newest ones stay, with the form for that."""
+    found = await surplus_routes.show_surplus(run_id, keep, server, session.caller)
+    row = await server.catalog.run(run_id)
+    return await show(
+        "surplus.html",
+        session=session,
+        run_id=run_id,
+        keep=keep,
+        found=found,
+        may_change=row is not None and session.caller.may_change(row),
+        twin=f"runs/{segment(run_id)}/surplus_checkpoints?keep={keep}",
+        command=f"tinkercloud checkpoints keep {run_id} {keep}",
+    )
+
+
+@router.post("/runs/{run_id}/surplus_checkpoints")
+@declares(changes("checkpoint_delete"))
+async def delete_surplus(run_id: str, sent: Sent, server: Server, session: Session) -> Response:
+    """Delete the checkpoints of a run that were shown, and show the run again."""
+    check_confirmed(sent)
+    kept = read(_Kept, sent)
+    await surplus_routes.delete_surplus(run_id, kept.keep, server, session.caller, kept.until)
+    return _back_to(run_id)
 
 
 @router.get(_CHECKPOINT + "/archive")

@@ -6,11 +6,12 @@ that opened the browser's session.
 
 import asyncio
 from collections.abc import Iterable
+from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import Depends, Query, Request
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 
 from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
@@ -32,8 +33,9 @@ from tinkercloud_api.console.pages import (
 )
 from tinkercloud_api.console.run_curves import compared, shown_curve
 from tinkercloud_api.context import Context, Server
-from tinkercloud_api.routes.sessions import problem_routes, run_state_routes
+from tinkercloud_api.routes.sessions import problem_routes, run_state_routes, traces
 from tinkercloud_api.web.session_cookie import forget_session, set_session
+from tinkercloud_protocol.responses.run_states import RunTimeline
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unauthenticated
 from tinkercloud_protocol.wire.ids import ModelId
 
@@ -190,6 +192,7 @@ async def show_run(
     curve = await run_state_routes.show_curve(run_id, server, session.caller)
     row = await server.catalog.run(run_id)
     checkpoints = await checkpoint_pages.listed(run, server)
+    timeline = await traces.show_timeline(run_id, server, session.caller)
 
     # Some milliseconds for all that a run can have.
     shown = await asyncio.to_thread(shown_curve, curve, *steps)
@@ -203,11 +206,23 @@ async def show_run(
         metrics=shown.metrics,
         charts=shown.charts,
         checkpoints=checkpoints,
+        timeline=timeline,
+        longest=_longest(timeline),
         follow=follow,
         twin=f"runs/{segment(run_id)}/curve",
         command=f"tinkercloud runs curve {run_id} --watch",
     )
     return follow_up(answer, follow)
+
+
+@router.get("/runs/{run_id}/trace")
+async def download_trace(
+    run_id: str, request: Request, server: Server, session: Session
+) -> Response:
+    """Redirect to the signed URL of the trace of a run's session."""
+    row = session.caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
+    answer = await traces.export_trace(row.session_id, request, server, session.caller)
+    return RedirectResponse(answer.url, HTTPStatus.SEE_OTHER, {"Cache-Control": "no-store"})
 
 
 @router.post("/runs/{run_id}/stop")
@@ -230,9 +245,11 @@ async def save_run(run_id: str, server: Server, session: Session) -> Response:
 
 @router.get("/compare")
 async def compare_runs(
-    server: Server, session: Session, run: Annotated[list[str], Query(max_length=_MAX_COMPARED)]
+    server: Server,
+    session: Session,
+    run: Annotated[list[str], Query(max_length=_MAX_COMPARED, default_factory=list)],
 ) -> Response:
-    """Show the curves of several runs on common axes."""
+    """Show the curves of several runs on common axes, or without runs how to choose them."""
     curves = {
         run_id: await run_state_routes.show_curve(run_id, server, session.caller) for run_id in run
     }
@@ -241,8 +258,9 @@ async def compare_runs(
         session=session,
         runs=await _names(curves, server),
         charts=await asyncio.to_thread(compared, list(curves.values())),
-        twin=f"runs/{segment(run[0])}/curve",
-        command=f"tinkercloud runs curve {run[0]}",
+        most=_MAX_COMPARED,
+        twin=f"runs/{segment(run[0])}/curve" if run else "runs",
+        command=f"tinkercloud runs curve {run[0]}" if run else "tinkercloud runs list",
     )
 
 
@@ -258,6 +276,11 @@ async def show_problems(server: Server, session: Session) -> Response:
         twin="problems",
         command="tinkercloud problems --watch",
     )
+
+
+def _longest(timeline: RunTimeline) -> float:
+    """Return the seconds of the longest request of a timeline: of the whole width of a bar."""
+    return max((each.wait_seconds + each.run_seconds for each in timeline.requests), default=0) or 1
 
 
 async def _names(runs: Iterable[str], server: Context) -> dict[str, str | None]:

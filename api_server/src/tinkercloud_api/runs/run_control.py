@@ -87,7 +87,7 @@ class Runs:
             )
 
     async def end(
-        self, run_id: str, endpoint: HeadEndpoint | None, limit: int | None
+        self, run_id: str, endpoint: HeadEndpoint | None, limit: int | None, stopped_by: str
     ) -> str | None:
         """Save a run, then delete it. This is idempotent.
 
@@ -95,6 +95,7 @@ class Runs:
             run_id: the run.
             endpoint: its head; None if no head has its model, nor can have it again.
             limit: maximum bytes of all checkpoints of one owner; None means no limit.
+            stopped_by: who stops it, as `TrainingRun.stopped_by`.
 
         Returns:
             The path of its last checkpoint; None if there was nothing to save.
@@ -108,7 +109,7 @@ class Runs:
             # Of a run whose state is lost, its checkpoints are left.
             with suppress(StateLost):
                 path = await self._save_last(run_id, endpoint, limit)
-        await self.training_runs.unload(run_id)
+        await self.training_runs.unload(run_id, stopped_by)
         return path
 
     async def _save_last(

@@ -197,10 +197,15 @@ class TrainingRuns:
             raise InvalidRequest(unknown_base_model(name, models))
         return model
 
-    async def unload(self, run_id: str) -> None:
-        """Delete a run and free its resources, but keep its checkpoints. This is idempotent."""
+    async def unload(self, run_id: str, stopped_by: str | None = None) -> None:
+        """Delete a run and free its resources, but keep its checkpoints. This is idempotent.
+
+        Args:
+            run_id: the run.
+            stopped_by: who stopped it, as `TrainingRun.stopped_by`.
+        """
         await self.stop_programs([run_id])
-        await self.catalog.delete_run(run_id)
+        await self.catalog.delete_run(run_id, stopped_by)
         if (row := await self.catalog.run(run_id)) is not None:
             samplers = await self.catalog.samplers_of_session(row.session_id)
             own = [sampler for sampler in samplers if sampler.run_id == run_id]

@@ -58,7 +58,7 @@ def check_shape(shape: Sequence[int], where: str) -> None:
     """
     if len(shape) > 2:
         raise InvalidRequest(f"{where}: shape has {len(shape)} dimensions; one or two are accepted")
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         raise InvalidRequest(
             f"{where}: shape {list(shape)} has a negative dimension; use 0 or more"
         )

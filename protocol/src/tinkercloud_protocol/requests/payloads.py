@@ -91,7 +91,7 @@ def _check_size(message: pb.ForwardBackwardRequest) -> None:
         tensor.shape
         for datum in data
         for tensor in datum.loss_fn_inputs.values()
-        if tensor.WhichOneof("encoding") == "sparse_csr"
+        if tensor.HasField("sparse_csr")
     )
 
 
@@ -108,8 +108,9 @@ def _datum(message: pb.Datum, where: str) -> Datum:
     prompt = Prompt()
     for index, chunk in enumerate(message.model_input):
         _add_chunk(prompt, chunk, f"{where}.model_input[{index}]")
+    num_tokens = prompt.length
     inputs = {
-        name: _tensor(tensor, prompt.length, f"{where}.loss_fn_inputs[{name[:80]!r}]")
+        name: _tensor(tensor, num_tokens, f"{where}.loss_fn_inputs[{name[:80]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
     }
     return Datum(prompt.tokens, inputs, prompt.images)
@@ -148,7 +149,7 @@ def _tensor(message: pb.Tensor, num_tokens: int | None, where: str) -> Array:
         )
     shape = tuple(message.shape)
     check_shape(shape, where)
-    if message.WhichOneof("encoding") == "sparse_csr":
+    if message.HasField("sparse_csr"):
         csr = message.sparse_csr
         values = _array(csr.values, dtype, where)
         crow = _array(csr.crow_indices, np.dtype("<i8"), f"{where}.crow_indices")

@@ -70,6 +70,8 @@ class Prompt:
     @property
     def length(self) -> int | None:
         """Length in tokens as the client counts it; None if the client has not counted an image."""
+        if not self._images:
+            return self.num_tokens
         counts = [image.expected_tokens for image in self._images]
         known = [count for count in counts if count is not None]
         return self.num_tokens + sum(known) if len(known) == len(counts) else None

@@ -510,6 +510,25 @@ class CheckpointList(Answer):
     cursor: Cursor | None = None
 
 
+class SparedCheckpoint(Answer):
+    """A checkpoint that stays, although it is not among the newest ones."""
+
+    tinker_path: str
+    reason: str
+
+
+class SurplusCheckpoints(Answer):
+    """GET and DELETE runs/{id}/surplus_checkpoints."""
+
+    checkpoints: list[CheckpointInfo]
+    """Those that are not among the newest ones of their kind, oldest first: they go, or are gone.
+    """
+    spared: list[SparedCheckpoint]
+    """The others that are not among the newest ones, oldest first."""
+    until: datetime | None
+    """When the newest checkpoint was saved that was counted; None without any."""
+
+
 class CheckpointSearchPosition(Answer):
     """Where the next page of a search starts."""
 

@@ -127,6 +127,34 @@ class RunCurve(Answer):
     """What the client has logged with POST runs/{id}/metrics, by name, in the order of steps."""
 
 
+class RunRequest(Answer):
+    """A request of a run that has finished."""
+
+    target: str
+    """The run, or a sampling session of its weights."""
+    name: str
+    """What was requested, such as `forward_backward` or `sample`."""
+    request_id: str | None = None
+    """The HTTP request; None for one that an earlier head had accepted."""
+    accepted_at: datetime
+    wait_seconds: float
+    """From its acceptance until its turn."""
+    run_seconds: float
+    """From then until its result was there; of a save, until the state was captured."""
+    tokens: int
+    """Tokens that were computed for it."""
+
+
+class RunTimeline(Answer):
+    """GET runs/{id}/timeline."""
+
+    run_id: str
+    requests: list[RunRequest]
+    """Those that finished last, the latest first."""
+    reason: str | None = None
+    """Why they are not known; None if they are."""
+
+
 class RunSaved(Answer):
     """POST runs/{id}/save."""
 

@@ -52,6 +52,8 @@ def test_it_has_the_logits_of_the_tied_model_and_its_own_lm_head(
     assert weights[0].data_ptr() != weights[1].data_ptr()
     assert torch.equal(*weights)
     assert untied.config.tie_word_embeddings is False
+    modes = {file.stat().st_mode for file in (tmp_path / "untied").iterdir()}
+    assert modes == {(tmp_path / "tied" / "config.json").stat().st_mode}
 
 
 def test_a_text_model_within_another_gets_an_lm_head_named_as_its_other_weights(

@@ -44,6 +44,16 @@ class OtherFormat(UnreadableWeights):
     """The weights are in a format that can be converted; the message says how."""
 
 
+def share_weights(folder: Path) -> None:
+    """Give the weight files of a new model folder the mode of its config.json.
+
+    safetensors writes files that only their owner may read, whatever the umask is.
+    """
+    mode = (folder / "config.json").stat().st_mode
+    for file in folder.glob("*.safetensors"):
+        file.chmod(mode)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a safetensors file."""

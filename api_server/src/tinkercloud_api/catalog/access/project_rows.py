@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, delete, func, or_, select, update
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
+from tinkercloud_api.catalog.access.version_file import VersionFile
 from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import (
     AccessVersion,
@@ -49,6 +50,19 @@ class Claim:
 
 class ProjectStatements(Statements):
     """A part of the catalog's queries, as `catalog.store` for everything else."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        super().__init__(engine)
+        self._version_file = VersionFile(engine.url, _CURRENT)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        self._version_file.close()
+        await super().close()
+
+    def access_version_at_once(self) -> int | None:
+        """Return the number that `access_version` returns, without waiting; None if it must."""
+        return self._version_file.read()
 
     async def access_version(self) -> int:
         """Return the number that grows with every change of rights."""

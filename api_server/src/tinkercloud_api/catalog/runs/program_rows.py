@@ -10,7 +10,8 @@ from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import Program, now
 from tinkercloud_protocol.programs.program_messages import ProgramPhase
 
-_RUNNING = [phase for phase in ProgramPhase if not phase.is_final]
+RUNNING = [phase for phase in ProgramPhase if not phase.is_final]
+"""Phases of programs that have not ended."""
 _MAX_MESSAGE_CHARACTERS = 1000
 
 
@@ -34,12 +35,12 @@ class ProgramCatalog(Statements):
 
     async def unfinished(self) -> Sequence[Program]:
         """Return the programs that have not ended, oldest first."""
-        query = select(Program).where(Program.phase.in_(_RUNNING))
+        query = select(Program).where(Program.phase.in_(RUNNING))
         return await self._all(query.order_by(Program.created_at, Program.id))
 
     async def count_unfinished(self, owner: str) -> int:
         """Return how many programs of an owner have not ended."""
-        query = select(func.count()).where(Program.owner == owner, Program.phase.in_(_RUNNING))
+        query = select(func.count()).where(Program.owner == owner, Program.phase.in_(RUNNING))
         async with self._reading() as db:
             return await db.scalar(query) or 0
 
@@ -69,7 +70,7 @@ class ProgramCatalog(Statements):
             values["finished_at"] = now()
         return await self._change(
             update(Program)
-            .where(Program.id == program_id, Program.phase.in_(_RUNNING))
+            .where(Program.id == program_id, Program.phase.in_(RUNNING))
             .values(values)
         )
 

@@ -92,6 +92,12 @@ def _configure_sqlite(connection: DBAPIConnection, _record: ConnectionPoolEntry)
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
+    # SQLite's own folds ASCII only.
+    connection.create_function("lower", 1, _lower, deterministic=True)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def migration_config() -> alembic.config.Config:

@@ -254,6 +254,8 @@ class TrainingRun(Table):
     """When the limits of its tenant allowed it to start; None while it waits, and for runs without
     a tenant."""
     deleted_at: Mapped[datetime | None]
+    stopped_by: Mapped[str | None]
+    """Who stopped it, such as `an administrator`; None if its client or its session ended it."""
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
     project: Mapped[str | None] = column_property(_project_of_session(session_id))

@@ -80,6 +80,22 @@ def change_catalog(
     return _with_catalog(state_dir, recorded)
 
 
+def check_owner(option: str, name: str) -> None:
+    """Exit with an error if a new owner would have the name of a group.
+
+    Args:
+        option: the option or argument that names the owner.
+        name: the owner.
+    """
+    from tinkercloud_api.catalog.access.project_rows import GROUP
+
+    if name.startswith(GROUP):
+        fail(
+            f"{option} {name!r}: a name with {GROUP} is that of a group of OpenID accounts, which"
+            " is no owner; choose another name"
+        )
+
+
 def verify_audit_log(state_dir: Path | None, mark: "Mark | None") -> "Verdict":
     """Check the audit log, as `with_catalog`.
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tinkercloud_api.config.readable import binary_size
+from tinkercloud_api.config.readable import binary_size, printable
 
 _LINE_SECONDS = 5.0
 _TERMINAL_SECONDS = 0.2
@@ -26,7 +26,8 @@ class _Line:
 
     def show(self, text: str) -> None:
         """Replace the text, or add a line."""
-        sys.stderr.write(f"\r\x1b[K{text}" if self._is_terminal else f"{text}\n")
+        shown = printable(text)
+        sys.stderr.write(f"\r\x1b[K{shown}" if self._is_terminal else f"{shown}\n")
         sys.stderr.flush()
 
     def end(self) -> None:

@@ -101,9 +101,19 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     Console(width=max(Console().width, needed)).print(table)
 
 
+def say_line(text: str, *, err: bool = False) -> None:
+    """Print one line, whose control characters are replaced: a terminal would obey them.
+
+    Args:
+        text: the line, which may contain what others have written.
+        err: whether to print it on standard error.
+    """
+    typer.echo(printable(text), err=err)
+
+
 def say(sentence: str, content: object, *, as_json: bool) -> None:
     """Print the outcome of a command: a sentence, or JSON that says the same."""
-    typer.echo(json.dumps(content) if as_json else sentence)
+    typer.echo(json.dumps(content) if as_json else printable(sentence, kept="\n"))
 
 
 def confirm(question: str, *, skipped: bool) -> None:
@@ -116,7 +126,7 @@ def confirm(question: str, *, skipped: bool) -> None:
     if skipped:
         return
     try:
-        agreed = typer.confirm(question, err=True)
+        agreed = typer.confirm(printable(question), err=True)
     except typer.Abort:
         if sys.stdin.isatty():
             raise

@@ -1,7 +1,8 @@
 """The audit log, as `AdminClient.get_audit_log` reads it: of an owner, or of all for admins."""
 
+import json
 from datetime import UTC, date, datetime, time, timedelta
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
 from pydantic import AwareDatetime
@@ -12,6 +13,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.responses.account_listings import AuditAnswer, AuditEvent
+from tinkercloud_protocol.wire.exact_json import SURROGATE
 
 router = APIRouter(prefix="/api/v1", tags=["audit"])
 
@@ -59,15 +61,24 @@ async def show_audit(  # noqa: PLR0917 - query parameters
             AuditEvent(
                 timestamp=row.entry.at,
                 event=row.entry.event,
-                event_details={
-                    **row.entry.details,
-                    **row.outcome,
-                    "owner": row.entry.owner,
-                    "key_id": row.entry.key_id,
-                    "number": row.entry.id,
-                    "hash": row.entry.hash,
-                },
+                event_details=_encodable(
+                    {
+                        **row.entry.details,
+                        **row.outcome,
+                        "owner": row.entry.owner,
+                        "key_id": row.entry.key_id,
+                        "number": row.entry.id,
+                        "hash": row.entry.hash,
+                    }
+                ),
             )
             for row in rows
         ]
     )
+
+
+def _encodable(details: dict[str, Any]) -> dict[str, Any]:
+    """Return details whose texts UTF-8 can encode: arguments of commands may be no text."""
+    text = SURROGATE.sub("\N{REPLACEMENT CHARACTER}", json.dumps(details, ensure_ascii=False))
+    encodable: dict[str, Any] = json.loads(text)
+    return encodable

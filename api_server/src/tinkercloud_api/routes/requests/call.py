@@ -233,6 +233,9 @@ async def head_for_run(call: Call, model_id: str) -> Destination:
     locator = call.server.locator
     await locator.known.authorize_run(model_id, call.principal)
     call.server.activity.touch(model_id)
+    endpoint = locator.head_at_once(model_id)
+    if endpoint is not None and not call.server.long_polls.is_stopping:
+        return Destination(model_id, endpoint)
     return await find_head(
         call,
         model_id,

@@ -86,8 +86,11 @@ async def _retrieve_training(
     may_change = await locator.known.authorize_run(target, call.principal)
     call.server.activity.touch(target)
     try:
-        head = _after_deliveries(call, target, locator.head_of_run(target))
-        endpoint = await _wait_while_polling(head, seconds)
+        has_finished = call.server.deliveries.has_finished(target)
+        endpoint = locator.head_at_once(target) if has_finished else None
+        if endpoint is None:
+            head = _after_deliveries(call, target, locator.head_of_run(target))
+            endpoint = await _wait_while_polling(head, seconds)
     except TimeoutError:
         await _respond_pending(call, request_id, locator.run_pending(target))
         return

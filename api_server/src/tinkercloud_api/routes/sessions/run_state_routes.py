@@ -10,6 +10,7 @@ from pydantic import Field, FiniteFloat, StringConstraints
 
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
@@ -155,10 +156,19 @@ async def stop_run(
         caller.named_objects.add("suspended")
         return RunStopped(state="suspended")
     limit = server.settings.max_checkpoint_bytes_per_owner
-    path = await server.runs.end(run_id, await _last_head_of(run_id, server), limit)
+    by = await _stopper(run_id, server, caller)
+    path = await server.runs.end(run_id, await _last_head_of(run_id, server), limit, by)
     # For the audit log, as its path does not say which.
     caller.named_objects.add("ended")
     return RunStopped(state="ended", tinker_path=path)
+
+
+async def _stopper(run_id: str, server: Context, caller: Principal) -> str:
+    """Return who stops a run, for its client."""
+    row = await server.catalog.run(run_id)
+    if row is not None and row.owner == caller.owner:
+        return "its owner"
+    return "an administrator" if caller.role is Role.ADMIN else "a member of its project"
 
 
 async def _authorize(run_id: str, server: Context, caller: Principal) -> None:
@@ -222,7 +232,7 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         base_model=row.base_model,
         lora_rank=lora.rank if lora is not None else None,
         state=place.state,
-        reason=_why_ended(session) if place.state == "ended" else place.reason,
+        reason=_why_ended(row, session) if place.state == "ended" else place.reason,
         step=place.step,
         unsaved_steps=held.unsaved_steps if held is not None else 0,
         tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,
@@ -236,7 +246,9 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
     )
 
 
-def _why_ended(session: Session) -> str:
+def _why_ended(row: TrainingRun, session: Session) -> str:
+    if row.stopped_by is not None:
+        return f"{row.stopped_by} stopped it"
     if session.finished_at is None:
         return "its model was deleted"
     detail = f", {session.finish_detail}" if session.finish_detail else ""

@@ -1,4 +1,4 @@
-"""Traces of sessions: what their requests waited for and when they ran.
+"""Traces of sessions and timelines of runs: how long requests waited and when they ran.
 
 `trace_export` returns a signed URL at once; the trace is made when it is downloaded, from what the
 running heads remember. It is in the Trace Event Format, which https://ui.perfetto.dev opens.
@@ -6,19 +6,28 @@ running heads remember. It is in the Trace Event Format, which https://ui.perfet
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 
-from tinkercloud_api.context import Caller, Server
+from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.routes.checkpoints.download_routes import base_url
 from tinkercloud_api.routes.sessions.trace_counters import MICROSECONDS, counter_events
 from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.responses.account_listings import TraceExport
-from tinkercloud_protocol.wire.errors import NotFound
+from tinkercloud_protocol.responses.run_states import RunRequest, RunTimeline
+from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_protocol.wire.future_responses import JSON
+from tinkercloud_protocol.wire.paths import CheckpointPath
+
+_AWAY = (
+    "the session head of this run is away, and only a running head knows its requests; those after"
+    " the run continues are shown again"
+)
 
 router = APIRouter()
 
@@ -46,7 +55,56 @@ async def download_trace(token: str, server: Server) -> Response:
     return Response(
         await asyncio.to_thread(trace_of, spans),
         media_type=JSON,
-        headers={"Cache-Control": "private, no-store", "X-Content-Type-Options": "nosniff"},
+        headers={
+            "Cache-Control": "private, no-store",
+            "Content-Disposition": f'attachment; filename="{session_id}.trace.json"',
+            "X-Content-Type-Options": "nosniff",
+        },
+    )
+
+
+@router.get("/api/v1/runs/{run_id}/timeline", tags=["runs"])
+async def show_timeline(
+    run_id: str, server: Server, caller: Caller, limit: Annotated[int, Query(ge=1, le=1000)] = 20
+) -> RunTimeline:
+    """Return how long the last requests of a run, and of samplers of its weights, waited and ran.
+
+    Only a running head knows them: without one, `reason` says that it is away.
+    """
+    row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
+    heads = server.provider.heads_of(row.owner)
+    if row.generation not in {head.generation for head in heads}:
+        return RunTimeline(run_id=run_id, requests=[], reason=_AWAY)
+    try:
+        spans = await server.shared_heads.spans(row.session_id, heads)
+    except Unavailable as error:
+        return RunTimeline(run_id=run_id, requests=[], reason=error.message)
+    targets = {span.target for span in spans}
+    own = {each for each in targets if run_id in {each, await _sampled_run(each, server)}}
+    of_run = [span for span in spans if span.target in own]
+    latest = sorted(of_run, key=lambda span: span.finished, reverse=True)[:limit]
+    return RunTimeline(run_id=run_id, requests=[_request(span) for span in latest])
+
+
+async def _sampled_run(target: str, server: Context) -> str | None:
+    """Return the run whose weights a sampling session has; None of a base model, and of a run."""
+    sampler = await server.locator.known.sampler(target)
+    if sampler is None or sampler.spec.model_path is None:
+        return sampler.run_id if sampler is not None else None
+    return CheckpointPath.parse(sampler.spec.model_path).run_id
+
+
+def _request(span: Span) -> RunRequest:
+    # A head's clock may be set back.
+    started = max(span.accepted, span.started)
+    return RunRequest(
+        target=span.target,
+        name=span.name,
+        request_id=span.request,
+        accepted_at=datetime.fromtimestamp(span.accepted, UTC),
+        wait_seconds=started - span.accepted,
+        run_seconds=max(started, span.finished) - started,
+        tokens=span.tokens,
     )
 
 
