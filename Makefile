@@ -16,9 +16,9 @@ BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
 CACHE := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/tinkercloud
 MODEL_FOLDER := $(CACHE)/SmolLM2-135M-Instruct
-E2E_TESTS := test_installation.py test_pool_installation.py test_trainer_pods.py
-KILL_TESTS := test_durable_sessions.py
-FAULT_TESTS := $(addprefix test_operator_,crash_points.py faults.py scale.py)
+E2E_TESTS := install/test_installation.py install/test_pool_installation.py pods/test_trainer_pods.py
+KILL_TESTS := pods/test_durable_sessions.py
+FAULT_TESTS := $(addprefix operator/test_operator_,crash_points.py faults.py scale.py)
 SHARDED_TESTS := $(addprefix tests/conformance/,training/test_training_with_the_sdk.py checkpoints/test_checkpoints_with_the_sdk.py)
 TRAINER_TESTS := $(SHARDED_TESTS) $(addprefix tests/conformance/,bad_input sampling/test_sampling_with_the_sdk.py \
   training/test_custom_losses.py checkpoints/test_external_weights.py training/test_cookbook.py)
@@ -122,7 +122,7 @@ e2e: cluster-images $(MODEL_FOLDER) $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,s
 release-check: export TINKERCLOUD_TEST_RELEASE = 1
 release-check: export TINKERCLOUD_TEST_ASSEMBLED_IMAGES =
 release-check: sbom images e2e ## as a release: build images of this commit and the one before, publish, install from the registry, upgrade, roll back (by hand; an hour and 60 GB)
-	@$(BIN)/pytest -rP tests/cluster/test_release.py
+	@$(BIN)/pytest -rP tests/cluster/install/test_release.py
 
 publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr.io/example
 	@$(BIN)/python tools/release/publish.py $(REGISTRY)

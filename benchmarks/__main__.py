@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.measuring import Measurement
 
-SUITES = ("training", "sampling", "service", "together", "loop", "peer")
+SUITES = ("training", "sampling", "service", "together", "loop", "starts", "crowd", "peer")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkercloud"
 MODEL = os.environ.get("MODEL_FOLDER", str(CACHE / "SmolLM2-135M-Instruct"))
 

@@ -1,6 +1,5 @@
 """The SDK's training loop on a real model, against the same trainer called directly."""
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,12 +9,11 @@ from typing import Any
 import tinker
 import torch
 from tinker import types
-from tinker.proto.request_conv import forward_backward_request_to_proto
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
-from benchmarks.measuring import Measurement, medians
-from benchmarks.service import a_datum
+from benchmarks.measuring import Measurement, cpu_seconds, medians
+from benchmarks.service import a_datum, encoded
 from benchmarks.training import LORA, RANK
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.requests.payloads import decode_forward_backward
@@ -38,20 +36,11 @@ def measure(folder: str) -> Iterator[Measurement]:
             yield _request_cost(server)
 
 
-def _request(data: list[types.Datum]) -> bytes:
-    request = types.ForwardBackwardRequest(
-        forward_backward_input=types.ForwardBackwardInput(data=data, loss_fn="cross_entropy"),
-        model_id="s:train:0",
-        seq_id=1,
-    )
-    return forward_backward_request_to_proto(request).SerializeToString()
-
-
 def _loop(server: Server, folder: str) -> Measurement:
     data = [a_datum(128)] * 4
     trainer = TorchTrainer(TorchBaseModel.load(folder, torch.float32), max_batch_tokens=2048)
     trainer.add_model("m", LORA)
-    batch = prepare(decode_forward_backward(_request(data)), trainer.limits)
+    batch = prepare(decode_forward_backward(encoded(data)), trainer.limits)
     training = server.client().create_lora_training_client(MODEL, RANK, train_unembed=False)
     remote = training.result()
 
@@ -75,23 +64,17 @@ def _loop(server: Server, folder: str) -> Measurement:
     )
 
 
-def _cpu_seconds(pid: int) -> float:
-    """Return the processor time a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def _request_cost(server: Server, requests: int = 30) -> Measurement:
     """Return the CPU time of the API server for a request body plus the head's parsing time."""
     data = [a_datum(512)] * 64
-    body = _request(data)
+    body = encoded(data)
     training = server.client().create_lora_training_client(MODEL, rank=4).result()
     assert server.process is not None
     training.forward(data, "cross_entropy").result()
-    before = _cpu_seconds(server.process.pid)
+    before = cpu_seconds(server.process.pid)
     for _ in range(requests):
         training.forward(data, "cross_entropy").result()
-    proxied = (_cpu_seconds(server.process.pid) - before) / requests
+    proxied = (cpu_seconds(server.process.pid) - before) / requests
     (parsed,) = medians(lambda: decode_forward_backward(body), rounds=21)
     return Measurement(
         "C21",

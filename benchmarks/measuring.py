@@ -4,6 +4,7 @@ Absolute times on a shared machine are meaningless; ratios of interleaved runs a
 """
 
 import math
+import os
 import shutil
 import statistics
 import subprocess
@@ -66,6 +67,12 @@ def peak_rss_bytes() -> int:
     """Return the most memory this process has held since the mark was last reset."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the processor time a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def revision(root: Path) -> dict[str, object]:

@@ -37,8 +37,8 @@ def measure(folder: str) -> Iterator[Measurement]:
     if url is None:
         return
     model = os.environ["PEER_MODEL"]
-    peer = tinker.ServiceClient(base_url=url, api_key=os.environ["PEER_API_KEY"])
     with (
+        tinker.ServiceClient(base_url=url, api_key=os.environ["PEER_API_KEY"]) as peer,
         tempfile.TemporaryDirectory() as state,
         a_server(Path(state), {model: Path(folder)}) as server,
     ):

@@ -17,8 +17,8 @@ from tinkercloud_testing.training.engines import (
     held,
     publish_adapter,
 )
-from tinkercloud_testing.training.recording import Operations
 from tinkercloud_testing.training.trainers import base_of
+from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,
@@ -105,10 +105,32 @@ async def test_a_step_that_fails_fails_the_request_that_fails_alone(
         assert not engine.sampler.has_work()
 
 
+async def test_prompts_that_arrive_together_are_computed_in_one_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_engine(tiny_llama(), tmp_path) as engine:
+        await engine.sampler.publish("base", None)
+        base: TorchBaseModel = base_of(engine.trainer)
+        compute, passes = base.hidden_of, list[tuple[int, ...]]()
+
+        def noted(sequences: PackedSequences, *args: Any, **kwargs: Any) -> torch.Tensor:
+            passes.append(sequences.lengths)
+            return compute(sequences, *args, **kwargs)
+
+        monkeypatch.setattr(base, "hidden_of", noted)
+        requests = [a_request(seed) for seed in (1, 2, 3)]
+
+        together = await sample_together(engine, [("base", request) for request in requests])
+
+        assert passes == [tuple(len(request.prompt) for request in requests)]
+        alone = [await engine.sampler.sample("base", request) for request in requests]
+        assert list(map(tokens, together)) == list(map(tokens, alone))
+
+
 async def test_a_shared_prefill_that_fails_fails_the_prompt_that_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with an_engine(tiny_llama(), tmp_path, graph_capturer=Operations()) as engine:
+    with an_engine(tiny_llama(), tmp_path) as engine:
         names = ["one", "bad", "two"]
         for seed, name in enumerate(names, 1):
             await publish_adapter(engine, name, seed)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.lora.groups import AdapterGroup, groups_of
 
 
@@ -59,22 +60,40 @@ def add_deltas(x: Tensor, y: Tensor, parts: DeltaSpans) -> Tensor:
         parts: spans of the flattened positions; at least one has a delta, and a delta with a tensor
             scale must be the only one.
     """
-    x_N, y_N = x.flatten(0, -2), y.flatten(0, -2)
+    return _sum(x.flatten(0, -2), y.flatten(0, -2), parts).view_as(y)
+
+
+def adapted_product(x: Tensor, layer: FrozenLinear, parts: DeltaSpans) -> Tensor:
+    """Return a frozen float32 layer's product [..., out] plus the deltas of its input.
+
+    It does what `add_deltas` does in fewer passes over memory.
+
+    Args:
+        x: [..., in], the input of the layer.
+        layer: the layer.
+        parts: as in `add_deltas`.
+    """
+    return _sum(x.flatten(0, -2), layer, parts).view(*x.shape[:-1], -1)
+
+
+def _sum(x_N: Tensor, to: Tensor | FrozenLinear, parts: DeltaSpans) -> Tensor:
+    """Return the sum of deltas and a product [N, out], or that of a layer."""
     deltas = [(rows, delta) for rows, delta in parts if delta]
     (_, first), *_ = deltas
     if isinstance(first.scale, Tensor):
-        return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T).view_as(y)
+        y_N = to if isinstance(to, Tensor) else to(x_N)
+        return torch.addmm(y_N, (x_N @ first.a.T) * first.scale, first.b.T)
     masters = [delta.a for _, delta in deltas] + [delta.b for _, delta in deltas]
     total: Tensor = _AddDeltas.apply(  # type: ignore[no-untyped-call]
         x_N,
-        y_N,
+        to,
         # One trained tensor makes the sum differentiable: each would be a node of the graph.
         next((master for master in masters if master.requires_grad), masters[0]),
         [rows for rows, _ in deltas],
         [delta.scale for _, delta in deltas],
         masters,
     )
-    return total.view_as(y)
+    return total
 
 
 class _AddDeltas(torch.autograd.Function):
@@ -84,16 +103,16 @@ class _AddDeltas(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - torch passes no names
         ctx: Any,  # noqa: ANN401 - torch's
         x_N: Tensor,
-        y_N: Tensor,
+        to: Tensor | FrozenLinear,
         _anchor: Tensor,
         places: Sequence[slice],
         scales: Sequence[float],
         masters: Sequence[Tensor],
     ) -> Tensor:
-        total_N = y_N.clone()
+        total_N = to.clone() if isinstance(to, Tensor) else to.product(x_N)
         groups = _groups(places, scales, masters)
         ctx.save_for_backward(x_N, *[group.add_to(total_N, x_N) for group in groups])
-        ctx.groups = groups
+        ctx.groups, ctx.layer = groups, None if isinstance(to, Tensor) else to
         return total_N
 
     @staticmethod
@@ -102,10 +121,12 @@ class _AddDeltas(torch.autograd.Function):
         dy_N: Tensor,
     ) -> tuple[Tensor | None, ...]:
         x_N, *middles = ctx.saved_tensors
-        dx_N = torch.zeros_like(x_N) if ctx.needs_input_grad[0] else None
+        dx_N = None
+        if ctx.needs_input_grad[0]:
+            dx_N = ctx.layer.gradient(dy_N) if ctx.layer else torch.zeros_like(x_N)
         for group, u in zip(ctx.groups, middles, strict=True):
             group.backward(dy_N, x_N, u, dx_N)
-        return dx_N, dy_N, None, None, None, None
+        return dx_N, None if ctx.layer else dy_N, None, None, None, None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.device.frozen_linear import FrozenLinear
+from tinkercloud_worker.device.frozen_linear import FrozenLinear, has_kernels
 from tinkercloud_worker.lora.adapters import Target
-from tinkercloud_worker.lora.deltas import DeltaSpans, add_deltas
+from tinkercloud_worker.lora.deltas import DeltaSpans, adapted_product, add_deltas
 from tinkercloud_worker.lora.experts import (
     FusedExperts,
     find_experts,
@@ -71,7 +71,7 @@ class AdaptedLayers:
         Args:
             targets: the layers that adapters may have.
             router_counts: counts the tokens that each module with experts routes.
-            packed: whether to keep prepacked weights, which take memory (`frozen_linear`).
+            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
         """
         model = self._model
         for target in targets:
@@ -88,9 +88,10 @@ class AdaptedLayers:
     def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
         """Make a linear layer add the LoRA deltas of a pass."""
         if self._dtype == torch.float32:
-            if packed and isinstance(module, nn.Linear):
-                _freeze(module)
-            module.register_forward_hook(partial(self._add_deltas, target))
+            if isinstance(module, nn.Linear) and has_kernels(module.weight):
+                self._freeze(target, module, packed=packed)
+            else:
+                module.register_forward_hook(partial(self._add_deltas, target))
             return
         plain = module.forward
 
@@ -105,6 +106,20 @@ class AdaptedLayers:
 
         # Assigned to the instance, so that the module keeps its class and parameter names.
         module.forward = forward
+
+    def _freeze(self, target: Target, module: nn.Linear, *, packed: bool) -> None:
+        """Make a linear layer use oneDNN and add deltas, unless another weight replaces its own."""
+        frozen = FrozenLinear(module.weight, module.bias, packed=packed)
+
+        def forward(x: Tensor) -> Tensor:
+            if module.weight is not frozen.weight:
+                # Only the weights of a full model replace it, which have no deltas.
+                return nn.functional.linear(x, module.weight, module.bias)
+            parts = self._parts(target)
+            return adapted_product(x, frozen, parts) if any(t for _, t in parts) else frozen(x)
+
+        # Assigned to the instance, so that the module keeps its class and parameter names.
+        module.forward = forward  # type: ignore[method-assign,assignment]
 
     def _adapt_experts(self, experts: FusedExperts, module: nn.Module) -> None:
         """Make the experts of a layer add the LoRA deltas of a pass."""
@@ -186,16 +201,3 @@ def replaced_weights(segments: Sequence[WeightSegment]) -> Mapping[str, Tensor] 
     if len(segments) != 1:
         raise ValueError("the weights of a full model must cover all rows of a pass")
     return whole[0].tensors
-
-
-def _freeze(module: nn.Linear) -> None:
-    """Make a linear layer use its prepacked weight, unless another weight replaces it."""
-    frozen = FrozenLinear(module.weight, module.bias, packed=True)
-
-    def forward(x: Tensor) -> Tensor:
-        if module.weight is frozen.weight:
-            return frozen(x)
-        return nn.functional.linear(x, module.weight, module.bias)
-
-    # Assigned to the instance, so that the module keeps its class and parameter names.
-    module.forward = forward  # type: ignore[method-assign,assignment]

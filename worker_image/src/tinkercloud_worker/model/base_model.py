@@ -54,12 +54,12 @@ log = logging.getLogger(__name__)
 class TorchBaseModel:
     """The shared base model. Not thread-safe: only one pass runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, packed: bool = False) -> None:
         """Wrap a model: replace its forward functions and take out its towers.
 
         Args:
             model: any Hugging Face causal LM, or a vision-language model.
-            packed: whether to keep prepacked weights, which take memory (`frozen_linear`).
+            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
 
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
@@ -110,7 +110,7 @@ class TorchBaseModel:
         path: str,
         dtype: torch.dtype,
         *,
-        packed: bool = True,
+        packed: bool = False,
         device: str = "cpu",
     ) -> "TorchBaseModel":
         """Load a model from a local folder in Hugging Face layout.
@@ -118,7 +118,7 @@ class TorchBaseModel:
         Args:
             path: the folder.
             dtype: the dtype of its weights in memory.
-            packed: whether to keep prepacked weights, which take memory (`frozen_linear`).
+            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
             device: the device to compute on, as torch names it.
 
         Raises:

@@ -162,11 +162,10 @@ def _is_first(starting: Sequence[Starting], jobs: Sequence[Job]) -> bool:
 class Prefill:
     """Computes prompts from the longest prefix of each that is cached, and caches them."""
 
-    def __init__(self, base: TorchBaseModel, prefixes: PrefixStore, *, shares_passes: bool) -> None:
-        """Create it; `shares_passes` is set where the overhead of launches dominates."""
+    def __init__(self, base: TorchBaseModel, prefixes: PrefixStore) -> None:
+        """Create it for a model and the store of its prefixes."""
         self._base = base
         self._prefixes = prefixes
-        self._shares_passes = shares_passes and base.takes_packs
 
     def can_share(self, job: Job) -> bool:
         """Whether a prompt is prefilled in one pass with others.
@@ -175,7 +174,7 @@ class Prefill:
         prompt.
         """
         return (
-            self._shares_passes
+            self._base.takes_packs
             and isinstance(job.batch, DecodingBatch)
             and not job.runs_apart
             and job.prefilled == 0

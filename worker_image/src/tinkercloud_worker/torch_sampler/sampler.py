@@ -75,7 +75,7 @@ class TorchSampler(Sampler, Background):
         self._token_sampler = TokenSampler(tokenizer, config.sampled_logprobs)
         self._batches = Batches(base, self._token_sampler, config, graph_capturer)
         self._prefixes = PrefixStore(self._batches.kept.tokens)
-        self._prefill = Prefill(base, self._prefixes, shares_passes=graph_capturer is not None)
+        self._prefill = Prefill(base, self._prefixes)
         self._accounts = Accounts(weights)
         self._inbox: deque[Job] = deque()
         self._jobs: list[Job] = []

@@ -393,7 +393,7 @@ class DecodingBatch:
         longest = max(sequence.position for sequence in self.sequences)
         self._cache.make_room(len(self.sequences), longest + 1)
         self._cache.begin_step(positions_B, max(positions) + 1, first)
-        with torch.no_grad(), rows_at(positions_B):
+        with torch.no_grad(), rows_at(positions_B, added_in=self._base.dtype):
             hidden_BTD = self._base.hidden(
                 torch.tensor(tokens, device=device).unsqueeze(1),
                 segments,

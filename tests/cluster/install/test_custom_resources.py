@@ -23,7 +23,7 @@ from tinkercloud_testing.resources.sessions import a_session_manifest as session
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-CRDS = Path(__file__).parents[2] / "crds"
+CRDS = Path(__file__).parents[3] / "crds"
 EXAMPLES = sorted((CRDS / "examples").glob("*.yaml"))
 
 
