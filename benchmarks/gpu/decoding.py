@@ -37,7 +37,7 @@ def large(bench: Bench) -> Iterator[Measurement]:
         (seconds,) = bench.seconds(
             lambda: sampler.publish(next(versions), trainer.publication(MODEL)()), rounds=7
         )
-    size = trainer.snapshot(MODEL).size_bytes >> 20
+    size = trainer.copy_weights(MODEL).size_bytes >> 20
     yield Measurement(
         "G14", f"{work.large.name}: an adapter from trainer to sampler", 1e3 * seconds, "ms",
         "<= 20", "<= 1", f"{size} MiB",

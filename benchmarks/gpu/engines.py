@@ -23,7 +23,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingResult,
     StopRules,
 )
-from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingState, WeightsCopy
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.captured_steps import GraphCapturer
@@ -80,9 +80,7 @@ def fill(trainer: DirectTrainer, model_id: str, seed: int = 1) -> dict[str, torc
         name: 0.02 * torch.randn(tensor.shape, generator=generator)
         for name, tensor in state.weights.tensors.items()
     }
-    trainer.import_state(
-        model_id, TrainingState(WeightsSnapshot(state.weights.lora, tensors), None, 0)
-    )
+    trainer.import_state(model_id, TrainingState(WeightsCopy(state.weights.lora, tensors), None, 0))
     return tensors
 
 
@@ -121,7 +119,7 @@ class RunningSampler:
     def __init__(self, sampler: TorchSampler) -> None:
         self.sampler = sampler
 
-    def publish(self, version: str, weights: WeightsSnapshot | None) -> None:
+    def publish(self, version: str, weights: WeightsCopy | None) -> None:
         """Make weights available under a new name."""
         asyncio.run(self.sampler.publish(version, weights))
 

@@ -168,7 +168,7 @@ def _scored(proof: Proof) -> Measurement:
     targets[3], targets[12] = (7, 9), (11, -1)
     prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3, targets=targets)
     request = replace(a_request(tokens, 1), prompt_logprobs=prompt_logprobs)
-    proof.reference.publish("one", proof.trainer.snapshot("one"))
+    proof.reference.publish("one", proof.trainer.copy_weights("one"))
     [ours] = proof.reference.sample("one", request)
     [theirs] = proof.sample(("one", request))
     assert theirs.prompt.top is not None

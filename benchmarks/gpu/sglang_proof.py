@@ -52,7 +52,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,
 )
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsCopy
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
@@ -130,7 +130,7 @@ class Proof:
         url = self.dialect.client.url
         before = loads_of(url)
         for model in models:
-            weights = self.trainer.snapshot(model) if model != BASE else None
+            weights = self.trainer.copy_weights(model) if model != BASE else None
             self.runner.run((sampler or self.sampler).publish(model, weights))
         return loads_of(url) - before
 
@@ -297,7 +297,7 @@ def _trainer(base: TorchBaseModel) -> TorchTrainer:
     tensors = trainer.export_state("whole").weights.tensors
     # Each row and each expert differs, so that a mix-up is detected.
     changed = {name: tensor * _apart(tensor) for name, tensor in tensors.items()}
-    trainer.import_state("whole", TrainingState(WeightsSnapshot(None, changed), None, 0))
+    trainer.import_state("whole", TrainingState(WeightsCopy(None, changed), None, 0))
     return trainer
 
 

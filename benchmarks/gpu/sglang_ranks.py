@@ -31,7 +31,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.build_trainer import build_trainer, build_weight_host
-from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Trainer, WeightsCopy
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
 _RANKS = 2
@@ -110,6 +110,6 @@ def _whole(proof: Proof, ranks: Ranks) -> Measurement:
         "S27", "the same, a whole model: from the ranks over a process group, bypassing the head",
         largest_error(gap), "", "<= 1e-3", "<= 1e-5", f"from the base model's {apart:.2f}",
     )  # fmt: skip
-    if isinstance(published, WeightsSnapshot):
+    if isinstance(published, WeightsCopy):
         return replace(measured, value=math.inf, note="it went through the head")
     return gone_by(measured, loads, "model", "group")

@@ -93,7 +93,7 @@ def _step_seconds(bench: Bench, trainer: DirectTrainer, data: Sequence[Datum]) -
     """Return the time of a step and the adapter's elements."""
     batch = a_batch(trainer, data)
     (seconds,) = bench.seconds(lambda: step(trainer, batch))
-    elements = sum(tensor.numel() for tensor in trainer.snapshot(MODEL).tensors.values())
+    elements = sum(tensor.numel() for tensor in trainer.copy_weights(MODEL).tensors.values())
     return seconds, elements
 
 

@@ -104,7 +104,7 @@ async def publish(engine: Engine, sampler: InferenceSampler, name: str, seed: in
         batch = prepare(a_request(random_data([30, 20], seed=seed + step)), engine.trainer.limits)
         engine.trainer.forward_backward(name, batch)
         engine.trainer.optim_step(name, AdamParams(learning_rate=2e-2))
-    weights = engine.trainer.snapshot(name)
+    weights = engine.trainer.copy_weights(name)
     await engine.sampler.publish(name, weights)
     await sampler.publish(name, weights)
 
@@ -179,7 +179,7 @@ async def test_the_base_and_two_adapters_at_once_equal_the_torch_sampler(
     await publish(engine, sampler, "one", seed=1)
     await publish(engine, sampler, "two", seed=20)
     prompt_logprobs = PromptLogprobParams(logprobs_from=1, top_k=3)
-    assert any("lm_head" in name for name in engine.trainer.snapshot("one").tensors)
+    assert any("lm_head" in name for name in engine.trainer.copy_weights("one").tensors)
     requests = [
         a_sampling_request(
             prompt,
@@ -402,7 +402,7 @@ async def test_a_retired_version_is_removed_from_server_and_folder(
     await publish(engine, sampler, "two", seed=20)
     exported = await sampler.export("one")
     assert exported is not None
-    assert exported.tensors.keys() == engine.trainer.snapshot("one").tensors.keys()
+    assert exported.tensors.keys() == engine.trainer.copy_weights("one").tensors.keys()
 
     await sampler.retire("one")
     await cleaned_up(sampler)
@@ -432,10 +432,10 @@ async def test_unsupported_parameters_are_rejected_by_name(
             await sampler.sample("base", request)
     engine.trainer.add_model("wide", LoraConfig(rank=32))
     with pytest.raises(InvalidRequest, match="rank"):
-        await sampler.publish("wide", engine.trainer.snapshot("wide"))
+        await sampler.publish("wide", engine.trainer.copy_weights("wide"))
     engine.trainer.add_model("whole", None)
     with pytest.raises(InvalidRequest, match="external inference server"):
-        await sampler.publish("whole", engine.trainer.snapshot("whole"))
+        await sampler.publish("whole", engine.trainer.copy_weights("whole"))
 
 
 async def test_a_wrong_key_is_reported_as_a_setting_of_the_head(

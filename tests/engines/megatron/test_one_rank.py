@@ -122,7 +122,7 @@ def test_logprobs_loss_and_every_lora_gradient_equal_the_torch_trainers_and_peft
     alone: timedelta, tmp_path: Path, name: str
 ) -> None:
     megatron, torch_trainer = pair(MODELS[name], tmp_path)
-    twin = PeftTwin(MODELS[name](), torch_trainer.snapshot("m"))
+    twin = PeftTwin(MODELS[name](), torch_trainer.copy_weights("m"))
     data = random_data(LENGTHS)
 
     got, expected, loss = run(megatron, data), run(torch_trainer, data), twin.backward(data)
@@ -189,7 +189,7 @@ def test_ten_steps_with_changing_hyperparameters_equal_the_torch_trainers_and_pe
 ) -> None:
     megatron, torch_trainer = pair(tiny_qwen3, tmp_path)
     torch_trainer.add_model("fresh", LORA)
-    twin = PeftTwin(tiny_qwen3(), torch_trainer.snapshot("fresh"))
+    twin = PeftTwin(tiny_qwen3(), torch_trainer.copy_weights("fresh"))
     twin.steps([(FIRST_BATCH, FIRST_STEP)])
     steps = ten_changing_steps(LENGTHS)
 
@@ -204,7 +204,9 @@ def test_ten_steps_with_changing_hyperparameters_equal_the_torch_trainers_and_pe
     of_peft, of_megatron, of_torch = losses
     np.testing.assert_allclose(of_megatron, of_torch, rtol=1e-5)
     np.testing.assert_allclose(of_megatron, of_peft, rtol=1e-5)
-    assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=1e-3)
+    assert_close(
+        megatron.copy_weights("m").tensors, torch_trainer.copy_weights("m").tensors, rtol=1e-3
+    )
 
 
 def test_gradients_add_up_over_requests_as_if_their_data_had_come_at_once(
@@ -226,13 +228,13 @@ def test_adapters_of_one_base_stay_apart_bit_for_bit(alone: timedelta, tmp_path:
     megatron, _ = pair(tiny_llama, tmp_path)
     data = random_data(LENGTHS)
     megatron.add_model("other", LORA)
-    before = megatron.snapshot("other").tensors
+    before = megatron.copy_weights("other").tensors
 
     run(megatron, data)
     megatron.optim_step("m", ADAM)
 
     assert megatron.export_gradient("other") is None
-    after = megatron.snapshot("other").tensors
+    after = megatron.copy_weights("other").tensors
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
@@ -246,7 +248,9 @@ def test_a_full_models_weights_are_huggingfaces_and_have_the_torch_trainers_grad
         trainer.add_model("m", None)
         run(trainer, random_data(LENGTHS))
 
-    assert_close(megatron.snapshot("m").tensors, torch_trainer.snapshot("m").tensors, rtol=0)
+    assert_close(
+        megatron.copy_weights("m").tensors, torch_trainer.copy_weights("m").tensors, rtol=0
+    )
     assert_close(gradient_of(megatron), gradient_of(torch_trainer), rtol=1e-4)
 
 

@@ -40,7 +40,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.actors.weight_store import WeightStoreConfig
-from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import GradientLost, Publication, WeightsCopy
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
@@ -171,7 +171,7 @@ async def test_stored_weights_of_ranks_have_the_compute_dtype(
     kept = await published(trainer, "m")
 
     [file] = tmp_path.glob(f"*/{FULL_WEIGHTS}")
-    saved, lying = trainer.snapshot("m"), load_file(file)
+    saved, lying = trainer.copy_weights("m"), load_file(file)
     assert kept.size_bytes < 0.6 * saved.size_bytes
     for name, tensor in saved.tensors.items():
         assert torch.equal(lying[name], tensor.to(torch.bfloat16)), name
@@ -266,7 +266,7 @@ async def test_adapters_still_go_through_the_head(ranks: Ranks) -> None:
 
     weights = await published(ranks.trainer, "adapter")
 
-    assert isinstance(weights, WeightsSnapshot)
+    assert isinstance(weights, WeightsCopy)
     assert weights.lora is not None
 
 
@@ -280,7 +280,7 @@ async def test_a_model_that_does_not_fit_on_ranks_goes_to_the_head(
 
     weights = await published(trainer, "whole")
 
-    assert isinstance(weights, WeightsSnapshot)
+    assert isinstance(weights, WeightsCopy)
     assert weights.size_bytes > 1000
     # Nor is it brought back there, to be sent.
     (tmp_path / FULL_WEIGHTS).write_bytes(bytes(weights.size_bytes))

@@ -46,7 +46,7 @@ def test_the_weights_are_loaded_by_the_rank_alone(
     trainer = backend.trainer
     assert isinstance(trainer, RankedTrainer)
     trainer.add_model("run", LoraConfig(rank=4, seed=1))
-    assert trainer.snapshot("run").tensors
+    assert trainer.copy_weights("run").tensors
     measured = trainer.capacity
     assert measured is not None
     assert measured.models == 1

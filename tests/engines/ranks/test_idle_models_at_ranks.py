@@ -146,7 +146,7 @@ def test_an_idle_adapter_is_saved_where_it_is_and_returns_with_its_unapplied_gra
     assert out_at_ranks(ranked) == [{"away"}] * 2
     assert ranked.memory_bytes("away") == 0
     assert_same(ranked, "away", "here")
-    assert_equal(ranked.snapshot("away").tensors, ranked.snapshot("here").tensors, atol=0)
+    assert_equal(ranked.copy_weights("away").tensors, ranked.copy_weights("here").tensors, atol=0)
     assert_equal(gradient_of(ranked, "away"), gradient_of(ranked, "here"), atol=0)
     assert out_at_ranks(ranked) == [{"away"}] * 2
     assert ranked.optim_step("away", ADAM) == ranked.optim_step("here", ADAM)

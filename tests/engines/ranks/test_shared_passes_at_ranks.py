@@ -252,7 +252,9 @@ def test_steps_taken_together_have_the_bits_of_steps_taken_alone(ranked: RankedT
 
     assert metrics == [ranked.optim_step(alone(name), ADAM) for name in ADAPTERS]
     for name in ADAPTERS:
-        assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
+        assert_equal(
+            ranked.copy_weights(name).tensors, ranked.copy_weights(alone(name)).tensors, atol=0
+        )
 
 
 def test_a_gradient_that_is_not_finite_fails_its_own_step_only(ranked: RankedTrainer) -> None:
@@ -373,7 +375,7 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
 ) -> None:
     items = shared(ranked, ([5, 9], [3], [7, 2, 8]))
     steps = [OptimizerStep(name, ADAM) for name in ADAPTERS]
-    before = {name: ranked.snapshot(name).tensors for name in ADAPTERS}
+    before = {name: ranked.copy_weights(name).tensors for name in ADAPTERS}
     if method == "optim_steps":
         ranked.group.current.call("fail_in", method)
     else:
@@ -389,7 +391,7 @@ def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     for name in ADAPTERS:
         with pytest.raises(GradientLost, match="send the data of this step again"):
             ranked.optim_step(name, ADAM)
-        assert_equal(ranked.snapshot(name).tensors, before[name], atol=0)
+        assert_equal(ranked.copy_weights(name).tensors, before[name], atol=0)
         assert run(ranked, a_pass(ranked, name, [5])).metrics["tokens:sum"] == 5
 
 
@@ -428,7 +430,9 @@ def test_a_step_that_one_rank_applies_is_applied_to_all_models(ranked: RankedTra
 
     assert not ranked.group.current.is_alive
     for name in ADAPTERS:
-        assert_equal(ranked.snapshot(name).tensors, ranked.snapshot(alone(name)).tensors, atol=0)
+        assert_equal(
+            ranked.copy_weights(name).tensors, ranked.copy_weights(alone(name)).tensors, atol=0
+        )
         assert ranked.export_gradient(name) is None
 
 

@@ -178,7 +178,7 @@ def test_what_returns_is_private_and_leaves_nothing_in_the_stores_of_nodes(
     ranked.add_model("m", None)
     before = objects_in_stores()
 
-    state, weights = tensors_of(ranked.export_state("m")), ranked.snapshot("m").tensors
+    state, weights = tensors_of(ranked.export_state("m")), ranked.copy_weights("m").tensors
 
     assert bytes_in_store([*state.values(), *weights.values()]) == 0
     assert objects_in_stores() <= before

@@ -13,7 +13,7 @@ import torch
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker import metrics
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsCopy
 from tinkercloud_worker.metrics import Way
 
 pytestmark = pytest.mark.timeout(300)
@@ -71,7 +71,7 @@ def a_state(step: int = 5) -> TrainingState:
         for name in weights
         for moment in ("exp_avg", "exp_avg_sq")
     }
-    return TrainingState(WeightsSnapshot(LoraConfig(rank=2), weights), moments, step)
+    return TrainingState(WeightsCopy(LoraConfig(rank=2), weights), moments, step)
 
 
 @pytest.mark.slow

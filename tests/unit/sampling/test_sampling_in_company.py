@@ -194,7 +194,7 @@ async def test_an_adapter_that_is_not_finite_does_not_change_the_samples_of_othe
     with an_engine(in_dtype(tiny_llama(), torch.bfloat16), tmp_path) as engine:
         for seed, name in enumerate(["one", "two"], 1):
             await publish_adapter(engine, name, seed)
-        bad = engine.trainer.snapshot("two-2")
+        bad = engine.trainer.copy_weights("two-2")
         for tensor in bad.tensors.values():
             tensor.fill_(float("nan"))
         await engine.sampler.publish("bad", bad)

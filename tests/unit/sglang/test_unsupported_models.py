@@ -20,7 +20,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_worker.build_sampler import check_model, inference_sampler
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.model.architecture import UnsupportedModelError
@@ -132,7 +132,7 @@ async def test_adapters_of_the_output_layer_of_gemma_are_rejected(
     sampler = inference_sampler(a_head(folder, backend=backend), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_unembed=False"):
-        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+        await sampler.publish("v", WeightsCopy(LoraConfig(rank=1), {}))
     await sampler.close()
 
 
@@ -144,7 +144,7 @@ async def test_adapters_of_the_experts_of_some_families_are_rejected(
     sampler = inference_sampler(a_head(folder), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_mlp=False"):
-        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+        await sampler.publish("v", WeightsCopy(LoraConfig(rank=1), {}))
     await sampler.close()
 
 
@@ -156,7 +156,7 @@ async def test_adapters_of_uncompressed_latent_queries_are_rejected(
     sampler = inference_sampler(a_head(folder), byte_tokenizer(), HeadWeightHost())
 
     with pytest.raises(InvalidRequest, match="train_attn=False"):
-        await sampler.publish("v", WeightsSnapshot(LoraConfig(rank=1), {}))
+        await sampler.publish("v", WeightsCopy(LoraConfig(rank=1), {}))
     await sampler.close()
 
 
@@ -185,5 +185,5 @@ async def test_other_adapters_reach_the_servers(
     weights = {"model.layers.0.self_attn.q_proj.lora_A": torch.ones(1, 8)}
 
     with pytest.raises(ServerError, match="no inference server responds"):
-        await sampler.publish("v", WeightsSnapshot(lora, weights))
+        await sampler.publish("v", WeightsCopy(lora, weights))
     await sampler.close()

@@ -11,7 +11,7 @@ from tinkercloud_protocol.heads.launch import Limits
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 from tinkercloud_testing.serving.bare_heads import a_head
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.inference.client import ServerUnreachable
 
 
@@ -263,7 +263,7 @@ async def test_weights_that_many_sessions_share_are_published_once_in_the_next_h
     with a_head(root, tmp_path, "g2") as after:
         publish, published = after.backend.sampler.publish, list[str]()
 
-        async def recorded(version: str, weights: WeightsSnapshot | None) -> None:
+        async def recorded(version: str, weights: WeightsCopy | None) -> None:
             published.append(version)
             await publish(version, weights)
 
@@ -283,7 +283,7 @@ async def test_oversized_or_unreachable_samplers_do_not_affect_the_rest_of_a_mod
         await before.answer(1)
         asked = list[str]()
 
-        async def lost(version: str) -> WeightsSnapshot:
+        async def lost(version: str) -> WeightsCopy:
             asked.append(version)
             raise Unavailable("no room for it")
 

@@ -62,7 +62,7 @@ def trained(model: PreTrainedModel, *, train_unembed: bool = True) -> TorchTrain
 def archive(trainer: TorchTrainer, folder: Path) -> str:
     """Write a checkpoint's files."""
     folder.mkdir()
-    for name, content in formats.encode_weights(trainer.snapshot("m"), "base").items():
+    for name, content in formats.encode_weights(trainer.copy_weights("m"), "base").items():
         (folder / name).write_bytes(content)
     return str(folder)
 

@@ -78,7 +78,7 @@ def test_a_fresh_adapter_is_the_base_model_exactly() -> None:
         targets = torch.tensor(datum.inputs["target_tokens"])[:, None]
         expected = torch.log_softmax(logits.detach(), -1).gather(1, targets)[:, 0]
         np.testing.assert_allclose(got, expected, atol=2e-6)
-    tensors = trainer.snapshot("m").tensors
+    tensors = trainer.copy_weights("m").tensors
     assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
 
 
@@ -92,7 +92,8 @@ def test_initial_weights_depend_on_seed_and_name_alone() -> None:
     }.items():
         trainer.add_model(name, config)
     one, same, other, attention = (
-        trainer.snapshot(name).tensors for name in ("one", "same", "other seed", "attention only")
+        trainer.copy_weights(name).tensors
+        for name in ("one", "same", "other seed", "attention only")
     )
 
     for name, tensor in one.items():
@@ -113,7 +114,7 @@ def test_switches_choose_which_layers_have_adapters() -> None:
 
     for switch, part in expected.items():
         trainer.add_model(switch, LoraConfig(rank=2, **{**off, switch: True}))
-        names = trainer.snapshot(switch).tensors
+        names = trainer.copy_weights(switch).tensors
 
         assert names
         assert all(part in name for name in names)
@@ -127,7 +128,10 @@ def test_an_adapter_of_a_tied_lm_head_leaves_the_embedding_alone() -> None:
     step(trainer, "m", seed=0)
 
     assert torch.equal(base_of(trainer).named_weights()["model.embed_tokens.weight"], before)
-    assert set(trainer.snapshot("m").tensors) == {"lm_head.lora_A.weight", "lm_head.lora_B.weight"}
+    assert set(trainer.copy_weights("m").tensors) == {
+        "lm_head.lora_A.weight",
+        "lm_head.lora_B.weight",
+    }
 
 
 @pytest.mark.parametrize("parts", [2, 3, 6])
@@ -219,13 +223,13 @@ def test_a_state_of_different_shape_is_rejected_and_changes_nothing() -> None:
     trainer = a_trainer("m")
     trainer.add_model("wider", LoraConfig(rank=8, seed=1))
     trainer.add_model("fewer", LoraConfig(rank=4, seed=1, train_mlp=False))
-    before = trainer.snapshot("m").tensors
+    before = trainer.copy_weights("m").tensors
 
     for name in ("wider", "fewer"):
         with pytest.raises(InvalidRequest, match="checkpoint"):
             trainer.import_state("m", trainer.export_state(name))
 
-    after = trainer.snapshot("m").tensors
+    after = trainer.copy_weights("m").tensors
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
@@ -260,13 +264,13 @@ def test_a_state_is_loaded_into_the_memory_that_the_model_has() -> None:
 def test_a_gradient_that_is_not_finite_is_rejected_and_dropped() -> None:
     trainer = a_trainer("m")
     step(trainer, "m", seed=0)
-    before = trainer.snapshot("m").tensors
+    before = trainer.copy_weights("m").tensors
     run(trainer, [a_datum([1, 2, 3], weights=np.full(3, 3e38, np.float32))])
 
     with pytest.raises(InvalidRequest, match="NaN or infinity"):
         trainer.optim_step("m", ADAM)
 
-    after = trainer.snapshot("m").tensors
+    after = trainer.copy_weights("m").tensors
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
     assert np.isfinite(step(trainer, "m", seed=1))
 
@@ -352,7 +356,7 @@ def test_an_exported_adapter_is_loaded_by_peft_as_it_is(tmp_path: Path) -> None:
         step(trainer, "m", seed)
     data = random_data([12], seed=5)
     expected = trainer.forward("m", prepare(a_request(data), trainer.limits))
-    for name, content in formats.encode_weights(trainer.snapshot("m"), "tiny").items():
+    for name, content in formats.encode_weights(trainer.copy_weights("m"), "tiny").items():
         (tmp_path / name).write_bytes(content)
 
     model = peft.PeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
@@ -364,7 +368,7 @@ def test_an_exported_adapter_is_loaded_by_peft_as_it_is(tmp_path: Path) -> None:
 
 
 def test_peft_names_round_trip() -> None:
-    tensors = a_trainer("m").snapshot("m").tensors
+    tensors = a_trainer("m").copy_weights("m").tensors
 
     assert adapters.from_peft_names(adapters.to_peft_names(tensors)).keys() == tensors.keys()
 
@@ -389,7 +393,7 @@ def test_a_model_with_tied_configuration_but_different_weights_is_rejected(
 
 
 def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:
-    snapshot = a_trainer("m").snapshot("m")
+    snapshot = a_trainer("m").copy_weights("m")
 
     save_file(dict(snapshot.tensors), tmp_path / "x.safetensors")
 

@@ -13,7 +13,7 @@ from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.actors.weight_store import WeightStore, WeightStoreConfig
 from tinkercloud_worker.engine.ranks import Outline
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 
 TENSORS = dict(tiny_llama().state_dict())
 SIZE = sum(tensor.nbytes for tensor in TENSORS.values())
@@ -43,7 +43,7 @@ async def test_models_that_are_published_at_once_are_in_memory_one_after_another
 ) -> None:
     lock, held, most = Lock(), 0, 0
 
-    def assembled(_: Shares) -> WeightsSnapshot:
+    def assembled(_: Shares) -> WeightsCopy:
         nonlocal held, most
         with lock:
             held += 1
@@ -52,7 +52,7 @@ async def test_models_that_are_published_at_once_are_in_memory_one_after_another
         time.sleep(0.1)
         with lock:
             held -= 1
-        return WeightsSnapshot(None, TENSORS)
+        return WeightsCopy(None, TENSORS)
 
     monkeypatch.setattr(Shares, "weights", assembled)
     store = a_store(tmp_path, 3 * SIZE)

@@ -83,7 +83,7 @@ def test_steps_equal_those_of_peft_and_autograd(family: str) -> None:
     base = TorchBaseModel(READS_IMAGES[family]())
     trainer = TorchTrainer(base, max_batch_tokens=32, max_kept_tokens=25)
     trainer.add_model("m", LoraConfig(rank=2))
-    twin = PeftTwin(READS_IMAGES[family](), trainer.snapshot("m"))
+    twin = PeftTwin(READS_IMAGES[family](), trainer.copy_weights("m"))
 
     for _ in range(2):
         output = trainer.forward_backward("m", a_batch(examples))

@@ -15,7 +15,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.sampling.growing_text import decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import Sampler
-from tinkercloud_worker.engine.trainer import Trainer, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Trainer, WeightsCopy
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
 from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
 from tinkercloud_worker.inference.client import InferenceClient
@@ -170,10 +170,10 @@ def inference_sampler(
     )
 
 
-def neutral_adapter(targets: Sequence[Target]) -> WeightsSnapshot:
+def neutral_adapter(targets: Sequence[Target]) -> WeightsCopy:
     """Return an adapter that leaves the model unchanged."""
     layout = adapters.layout(targets[:1], rank=1)
-    return WeightsSnapshot(LoraConfig(rank=1), layout.views(torch.zeros(layout.size)))
+    return WeightsCopy(LoraConfig(rank=1), layout.views(torch.zeros(layout.size)))
 
 
 def _clients(inference: InferenceConfig) -> list[InferenceClient]:

@@ -41,7 +41,7 @@ from tinkercloud_testing.training.trainers import (
 from tinkercloud_worker.actors.group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -97,7 +97,7 @@ def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
     ranked.add_model("m", None)
     ranked.import_state("m", saved)
 
-    assert_close(ranked.snapshot("m").tensors, saved.weights.tensors, rtol=0)
+    assert_close(ranked.copy_weights("m").tensors, saved.weights.tensors, rtol=0)
     ranked.close()
 
 
@@ -110,9 +110,9 @@ def test_a_full_model_over_a_base_in_bfloat16_is_published_in_it(
     run(ranked, random_data(LENGTHS))
     ranked.optim_step("m", ADAM)
 
-    saved, published = ranked.snapshot("m"), ranked.publication("m")()
+    saved, published = ranked.copy_weights("m"), ranked.publication("m")()
 
-    assert isinstance(published, WeightsSnapshot)
+    assert isinstance(published, WeightsCopy)
     assert {each.dtype for each in saved.tensors.values()} == {torch.float32}
     assert published.tensors.keys() == saved.tensors.keys()
     for name, tensor in saved.tensors.items():
@@ -168,9 +168,9 @@ def of_peft(name: str) -> OfPeft:
     """Compute what all shapes of a model are held to."""
     single, data = a_torch_trainer(name), random_data(LENGTHS)
     single.add_model("m", LORA)
-    fresh = PeftTwin(MODELS[name](), single.snapshot("m"))
+    fresh = PeftTwin(MODELS[name](), single.copy_weights("m"))
     move(single)
-    moved = PeftTwin(MODELS[name](), single.snapshot("m"))
+    moved = PeftTwin(MODELS[name](), single.copy_weights("m"))
     moved.backward(data)
     return OfPeft(
         np.concatenate(moved.logprobs(data)),
@@ -337,7 +337,7 @@ def by_turns(
             figures[name].append(run(ranked, data, model_id=name).metrics["loss:sum"])
         for name in models:
             figures[name].append(ranked.optim_step(name, CLIPPED)["grad_norm"])
-    return {name: (figures[name], ranked.snapshot(name).tensors) for name in models}
+    return {name: (figures[name], ranked.copy_weights(name).tensors) for name in models}
 
 
 def test_adapters_and_a_full_model_take_steps_by_turns_as_each_does_alone_bit_for_bit(
@@ -372,7 +372,7 @@ def test_a_state_of_sharded_ranks_continues_at_the_torch_trainer(trainers: Train
     norms = [trainer.optim_step("m", ADAM) for trainer in (ranked, single)]
 
     assert norms[0] == pytest.approx(norms[1])
-    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
+    assert_close(ranked.copy_weights("m").tensors, single.copy_weights("m").tensors, rtol=1e-6)
 
 
 def test_every_weight_of_a_full_model_has_the_torch_trainers_gradient(trainers: Trainers) -> None:

@@ -68,16 +68,16 @@ def test_a_killed_rank_loses_only_the_models_with_experts_on_it(
         ranked.add_model(name, config)
         run(ranked, random_data(LENGTHS), model_id=name)
         ranked.optim_step(name, ADAM)
-    saved, kept = ranked.export_state("experts"), ranked.snapshot("attention").tensors
+    saved, kept = ranked.export_state("experts"), ranked.copy_weights("attention").tensors
     ranked.group.current.call("die_in", "forward_backward", 1)
 
     with pytest.raises(StateLost, match=r"model experts was lost .* from its last checkpoint"):
         run(ranked, random_data(LENGTHS), model_id="experts")
-    assert_close(ranked.snapshot("attention").tensors, kept, rtol=0)
+    assert_close(ranked.copy_weights("attention").tensors, kept, rtol=0)
     ranked.add_model("experts", LORA)
     ranked.import_state("experts", saved)
 
-    assert_close(ranked.snapshot("experts").tensors, saved.weights.tensors, rtol=0)
+    assert_close(ranked.copy_weights("experts").tensors, saved.weights.tensors, rtol=0)
     ranked.close()
 
 
@@ -177,12 +177,12 @@ def test_a_seed_gives_the_same_adapter_and_without_one_copies_start_equal(
     ranked, single = trainers
     for trainer in trainers:
         trainer.add_model("m", LORA)
-    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=0)
+    assert_close(ranked.copy_weights("m").tensors, single.copy_weights("m").tensors, rtol=0)
     ranked.add_model("m", LoraConfig(rank=4))
     run(ranked, random_data(LENGTHS))
     ranked.optim_step("m", ADAM)
 
-    whole = ranked.snapshot("m").tensors
+    whole = ranked.copy_weights("m").tensors
 
     held = of_every_rank(ranked, "held", "m")
     for name, tensor in whole.items():
@@ -214,7 +214,7 @@ def test_a_state_of_distributed_experts_continues_at_the_torch_trainer_and_comes
     clipped = AdamParams(learning_rate=1e-2, grad_clip_norm=1)
     norms = [trainer.optim_step("m", clipped) for trainer in (ranked, single)]
     assert norms[0] == pytest.approx(norms[1])
-    assert_close(ranked.snapshot("m").tensors, single.snapshot("m").tensors, rtol=1e-6)
+    assert_close(ranked.copy_weights("m").tensors, single.copy_weights("m").tensors, rtol=1e-6)
 
 
 def test_a_fully_fine_tuned_mixture_has_the_torch_trainers_gradients_and_steps(

@@ -255,7 +255,7 @@ def test_a_step_that_ranks_apply_when_one_is_killed_is_applied(mortal: RankedTra
 
     assert got == expected
     assert not mortal.group.current.is_alive
-    weights = [mortal.snapshot(name).tensors for name in ("m", "undisturbed")]
+    weights = [mortal.copy_weights(name).tensors for name in ("m", "undisturbed")]
     assert_equal(*weights, atol=0)
 
 
@@ -302,13 +302,13 @@ def test_a_step_that_fails_on_all_ranks_loses_its_gradient_but_no_model(
     for name in ("one", "other"):
         mortal.add_model(name, LORA)
         step(mortal, name, [5, 3], seed=0)
-    before = mortal.snapshot("other").tensors
+    before = mortal.copy_weights("other").tensors
     mortal.group.current.call("fail_in", "optim_step")
 
     with pytest.raises(GradientLost, match="failed in optim_step: MemoryError: no room for it"):
         step(mortal, "one", [4, 6], seed=1)
 
-    assert_equal(mortal.snapshot("other").tensors, before, atol=0)
+    assert_equal(mortal.copy_weights("other").tensors, before, atol=0)
     assert step(mortal, "one", [4, 6], seed=1) == step(mortal, "other", [4, 6], seed=1)
 
 
@@ -326,7 +326,7 @@ def test_salvaged_models_can_be_saved_without_ranks(mortal: RankedTrainer) -> No
         assert state.step == 1
         assert_equal(state.weights.tensors, expected.weights.tensors, atol=0)
         assert_equal(moments_of(state), moments_of(expected), atol=0)
-    assert_equal(mortal.snapshot("one").tensors, expected.weights.tensors, atol=0)
+    assert_equal(mortal.copy_weights("one").tensors, expected.weights.tensors, atol=0)
     assert mortal.export_gradient("one") is None
     with pytest.raises(GradientLost, match="failed in share_state"):
         mortal.export_gradient("other")
@@ -361,7 +361,7 @@ def test_without_a_surviving_rank_models_are_lost_and_new_ones_can_start(
         run(mortal, random_data([4, 5]))
     mortal.discard_gradient("m")
     assert mortal.group.current.is_alive
-    assert_equal(mortal.snapshot("restored").tensors, saved.weights.tensors, atol=0)
+    assert_equal(mortal.copy_weights("restored").tensors, saved.weights.tensors, atol=0)
 
 
 def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
@@ -374,7 +374,7 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
 
     trainer = RankedTrainer(start)
     trainer.add_model("m", LORA)
-    before = trainer.snapshot("m").tensors
+    before = trainer.copy_weights("m").tensors
     kill_in(trainer, "forward_backward", 0)
     with pytest.raises(GradientLost):
         run(trainer, random_data([4, 5]))
@@ -383,7 +383,7 @@ def test_models_are_kept_until_a_group_can_be_started(cluster: None) -> None:
         run(trainer, random_data([4, 5]))
 
     run(trainer, random_data([4, 5]))
-    assert_equal(trainer.snapshot("m").tensors, before, atol=0)
+    assert_equal(trainer.copy_weights("m").tensors, before, atol=0)
     trainer.close()
 
 
@@ -402,7 +402,7 @@ def test_a_model_can_be_saved_while_a_request_waits_for_a_new_group(
     trainer = RankedTrainer(start)
     for name in ("m", "other"):
         trainer.add_model(name, LORA)
-    before = trainer.snapshot("m").tensors
+    before = trainer.copy_weights("m").tensors
     kill_in(trainer, "forward_backward", 0)
     with pytest.raises(GradientLost):
         run(trainer, random_data([4, 5]))
@@ -426,12 +426,12 @@ def test_a_model_whose_creation_is_interrupted_does_not_exist_and_others_continu
     mortal: RankedTrainer,
 ) -> None:
     mortal.add_model("m", LORA)
-    before = mortal.snapshot("m").tensors
+    before = mortal.copy_weights("m").tensors
     kill_in(mortal, "add_model", 1)
 
     with pytest.raises(RanksLost, match="failed in add_model"):
         mortal.add_model("half", LORA)
 
-    assert_equal(mortal.snapshot("m").tensors, before, atol=0)
+    assert_equal(mortal.copy_weights("m").tensors, before, atol=0)
     with pytest.raises(StateLost):
-        mortal.snapshot("half")
+        mortal.copy_weights("half")

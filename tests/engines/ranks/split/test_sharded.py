@@ -38,7 +38,7 @@ from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavaila
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import DirectTrainer, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import DirectTrainer, WeightsCopy
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
@@ -236,7 +236,7 @@ def test_ten_steps_of_a_full_model_on_three_ranks_equal_one_ranks(trainer_of: Tr
     steps = ten_steps((sharded, single), None)
 
     np.testing.assert_allclose(steps[0], steps[1], rtol=1e-5)
-    weights = [trainer.snapshot("m").tensors for trainer in (sharded, single)]
+    weights = [trainer.copy_weights("m").tensors for trainer in (sharded, single)]
     assert_equal(weights[0], weights[1], atol=1e-4)
 
 
@@ -254,7 +254,7 @@ def test_a_full_model_of_many_ranks_continues_at_one_and_comes_back(trainers: Tr
     sharded.import_state("m", single.export_state("m"))
 
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    assert_equal(sharded.snapshot("m").tensors, single.snapshot("m").tensors, atol=0)
+    assert_equal(sharded.copy_weights("m").tensors, single.copy_weights("m").tensors, atol=0)
     steps = [step(trainer, [6, 2], seed=2) for trainer in trainers]
     np.testing.assert_allclose(steps[0], steps[1], rtol=1e-5)
     assert_equal(
@@ -267,13 +267,13 @@ def test_a_state_that_does_not_fit_is_rejected_by_all_ranks_and_changes_nothing(
 ) -> None:
     sharded, single = trainers
     sharded.add_model("m", None)
-    before = sharded.snapshot("m").tensors
+    before = sharded.copy_weights("m").tensors
     single.add_model("m", LORA)
 
     with pytest.raises(InvalidRequest, match="checkpoint does not match this model"):
         sharded.import_state("m", single.export_state("m"))
 
-    assert_equal(sharded.snapshot("m").tensors, before, atol=0)
+    assert_equal(sharded.copy_weights("m").tensors, before, atol=0)
 
 
 def test_full_models_and_adapters_of_one_base_stay_apart(trainers: Trainers) -> None:
@@ -350,9 +350,9 @@ def test_a_full_model_over_a_base_in_bfloat16_is_published_in_it(trainer_of: Tra
     sharded.add_model("m", None)
     step(sharded, [5, 9], seed=0)
 
-    saved, published = sharded.snapshot("m"), sharded.publication("m")()
+    saved, published = sharded.copy_weights("m"), sharded.publication("m")()
 
-    assert isinstance(published, WeightsSnapshot)
+    assert isinstance(published, WeightsCopy)
     rounded = {name: each.to(torch.bfloat16) for name, each in saved.tensors.items()}
     assert {each.dtype for each in published.tensors.values()} == {torch.bfloat16}
     assert_equal(published.tensors, rounded, atol=0)
@@ -389,7 +389,7 @@ def test_a_full_model_that_no_surviving_rank_holds_is_lost_and_can_be_restored(
     sharded.add_model("m", None)
     sharded.import_state("m", saved)
 
-    assert_equal(sharded.snapshot("m").tensors, saved.weights.tensors, atol=0)
+    assert_equal(sharded.copy_weights("m").tensors, saved.weights.tensors, atol=0)
     sharded.close()
 
 

@@ -256,7 +256,7 @@ def test_weights_that_were_lost_with_the_first_rank_are_read_from_another(
     ranked, expected = adapter
     lose_first_rank(monkeypatch, ranked, "weights")
 
-    assert_equal(ranked.snapshot("m").tensors, expected.weights.tensors, atol=0)
+    assert_equal(ranked.copy_weights("m").tensors, expected.weights.tensors, atol=0)
 
 
 def test_a_state_that_was_lost_with_the_first_rank_can_be_exported_from_another(

@@ -25,7 +25,7 @@ from tinkercloud_testing.sglang.generation import generated
 from tinkercloud_testing.sglang.server import Ended, EngineRanks, SglangServer
 from tinkercloud_testing.sglang.source import Json, Reply, flushing, read_tensors, routes
 from tinkercloud_testing.training.engines import Engine, an_engine
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import from_files
 
@@ -152,7 +152,7 @@ class FakeSglang:
             return f"Failed to load LoRA adapter {name} because it is already loaded"
         if config["r"] > self.max_lora_rank:
             return f"LoRA adapter {name} with rank {config['r']} is incompatible"
-        weights = WeightsSnapshot(LoraConfig(rank=config["r"]), adapters.from_peft_names(tensors))
+        weights = WeightsCopy(LoraConfig(rank=config["r"]), adapters.from_peft_names(tensors))
         self.adapters[name] = await self._publish(weights)
         return None
 
@@ -295,11 +295,11 @@ class FakeSglang:
         self.released -= set(asked.tags)
         return {}
 
-    def _model(self, tensors: Mapping[str, torch.Tensor]) -> WeightsSnapshot:
+    def _model(self, tensors: Mapping[str, torch.Tensor]) -> WeightsCopy:
         """Return a model from tensors with the names of its files."""
-        return WeightsSnapshot(None, from_files(str(self.model_path), tensors))
+        return WeightsCopy(None, from_files(str(self.model_path), tensors))
 
-    async def _publish(self, weights: WeightsSnapshot) -> str:
+    async def _publish(self, weights: WeightsCopy) -> str:
         self._published += 1
         version = f"{self.url}/{self._published}"
         await self.engine.sampler.publish(version, weights)

@@ -22,7 +22,7 @@ from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.weight_host import HeadWeightHost, WeightHost
@@ -59,25 +59,25 @@ def a_sampler(
     return inference_sampler(config, byte_tokenizer(), weight_host or HeadWeightHost())
 
 
-def an_adapter(engine: Engine, seed: int) -> WeightsSnapshot:
+def an_adapter(engine: Engine, seed: int) -> WeightsCopy:
     """Return an adapter that changes the output of the model."""
     name = f"model-{seed}"
     engine.trainer.add_model(name, LoraConfig(rank=4, seed=seed))
-    weights = engine.trainer.snapshot(name)
+    weights = engine.trainer.copy_weights(name)
     for tensor in weights.tensors.values():
         tensor.normal_(0, 0.1)
     return weights
 
 
-def a_whole_model(engine: Engine, scale: float) -> WeightsSnapshot:
+def a_whole_model(engine: Engine, scale: float) -> WeightsCopy:
     """Return a full model: the base with a scaled output embedding."""
     engine.trainer.add_model(f"whole-{scale}", None)
-    weights = engine.trainer.snapshot(f"whole-{scale}")
+    weights = engine.trainer.copy_weights(f"whole-{scale}")
     weights.tensors["lm_head.weight"].mul_(scale)
     return weights
 
 
-def in_two_dtypes(model: WeightsSnapshot) -> WeightsSnapshot:
+def in_two_dtypes(model: WeightsCopy) -> WeightsCopy:
     """Return a full model with one of its norms in bfloat16."""
     name = "model.norm.weight"
     norm = model.tensors[name].to(torch.bfloat16)
@@ -92,7 +92,7 @@ def children_running(module: str) -> list[int]:
 
 
 async def publish(
-    engine: Engine, sampler: InferenceSampler, name: str, weights: WeightsSnapshot | None
+    engine: Engine, sampler: InferenceSampler, name: str, weights: WeightsCopy | None
 ) -> None:
     """Publish weights to the torch sampler and the engines."""
     await engine.sampler.publish(name, weights)

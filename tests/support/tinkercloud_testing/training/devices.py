@@ -15,7 +15,7 @@ from tinkercloud_testing.training.engines import Engine, a_sampling_request, an_
 from tinkercloud_worker.checkpoints.formats import encode_tensors
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.sampling.sampler_interface import PromptLogprobParams, SamplingResult
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 
 Numbers = dict[str, npt.NDArray[np.float64]]
 
@@ -67,8 +67,8 @@ def _train(engine: Engine, name: str, config: LoraConfig | None, loss_fn: str) -
 async def _sample(engine: Engine) -> Numbers:
     """Sample from the base, a trained adapter, and an adapter read from a file."""
     sampler = engine.sampler
-    trained = engine.trainer.snapshot("adapter")
-    read = WeightsSnapshot(trained.lora, load(encode_tensors(trained.tensors)))
+    trained = engine.trainer.copy_weights("adapter")
+    read = WeightsCopy(trained.lora, load(encode_tensors(trained.tensors)))
     await sampler.publish("base", None)
     await sampler.publish("trained", trained)
     await sampler.publish("read", read)

@@ -107,7 +107,7 @@ async def publish_adapter(engine: Engine, name: str, seed: int, rank: int = 4) -
     generator = torch.Generator().manual_seed(seed)
     for tensor in held_models(engine.trainer)[model_id].trainable.tensors.values():
         tensor.detach().normal_(0, 0.1, generator=generator)
-    await engine.sampler.publish(name, engine.trainer.snapshot(model_id))
+    await engine.sampler.publish(name, engine.trainer.copy_weights(model_id))
 
 
 def a_sampling_request(

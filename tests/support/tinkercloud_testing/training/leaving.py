@@ -88,7 +88,7 @@ def _by_a_trainer(trainer: TorchTrainer, model: str, what: str) -> dict[str, int
     taken[f"{what}: export_gradient"] = taken_by(lambda: trainer.export_gradient(model))
     trainer.optim_step(model, AdamParams(learning_rate=1e-2))
     taken[f"{what}: export_state"] = taken_by(lambda: trainer.export_state(model))
-    taken[f"{what}: snapshot"] = taken_by(lambda: trainer.snapshot(model))
+    taken[f"{what}: snapshot"] = taken_by(lambda: trainer.copy_weights(model))
     taken[f"{what}: published"] = taken_by(lambda: trainer.published(model))
     return taken
 

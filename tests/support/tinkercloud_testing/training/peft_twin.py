@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.requests.tensors import Datum
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.lora import adapters
 
 Formula = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -29,7 +29,7 @@ class PeftTwin:
     Each sequence is computed separately. Only the values and names of the adapter are ours.
     """
 
-    def __init__(self, base: PreTrainedModel, adapter: WeightsSnapshot) -> None:
+    def __init__(self, base: PreTrainedModel, adapter: WeightsCopy) -> None:
         """Start with an adapter.
 
         Args:

@@ -17,7 +17,7 @@ from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_testing.small_models.models import tiny_llama
 from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.head.sampling import samplers as head_samplers
 from tinkercloud_worker.head.sampling.samplers import Samplers
 
@@ -25,14 +25,14 @@ CHECKPOINT = SamplingSessionId("s", 9)
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> WeightsSnapshot:
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> WeightsCopy:
     with an_engine(tiny_llama(), tmp_path_factory.mktemp("engine")) as engine:
         engine.trainer.add_model("one", LoraConfig(rank=2, seed=1))
-        return engine.trainer.snapshot("one")
+        return engine.trainer.copy_weights("one")
 
 
 @pytest.fixture
-async def head(tmp_path: Path, adapter: WeightsSnapshot) -> AsyncIterator[Head]:
+async def head(tmp_path: Path, adapter: WeightsCopy) -> AsyncIterator[Head]:
     """A head with room for three adapters, which stores no others."""
     limits = Limits(max_snapshot_bytes=3 * adapter.size_bytes, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as running:
@@ -73,7 +73,7 @@ async def test_the_least_recently_used_weights_are_evicted_and_their_users_get_i
 
 
 async def test_weights_in_constant_use_outlive_newer_unused_ones(
-    tmp_path: Path, adapter: WeightsSnapshot
+    tmp_path: Path, adapter: WeightsCopy
 ) -> None:
     limits = Limits(max_snapshot_bytes=2 * adapter.size_bytes, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
@@ -110,7 +110,7 @@ async def test_weights_in_use_are_not_evicted(head: Head, monkeypatch: pytest.Mo
 
 
 async def test_the_latest_weights_of_each_model_are_never_evicted(
-    tmp_path: Path, adapter: WeightsSnapshot
+    tmp_path: Path, adapter: WeightsCopy
 ) -> None:
     limits = Limits(max_snapshot_bytes=1, max_stored_snapshot_bytes=0)
     with a_head((tmp_path / "store").as_uri(), tmp_path, "g1", limits=limits) as head:
@@ -130,7 +130,7 @@ async def test_the_latest_weights_of_each_model_are_never_evicted(
 
 
 async def test_a_limited_number_of_evicted_sessions_is_remembered(
-    head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
+    head: Head, adapter: WeightsCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_samplers, "_REMEMBERED", 2)
     samplers = Samplers(head.backend)
@@ -163,7 +163,7 @@ async def test_evicted_weights_of_a_checkpoint_are_loaded_again(
 ) -> None:
     publish_there, published = head.backend.sampler.publish, list[str]()
 
-    async def recorded(version: str, weights: WeightsSnapshot | None) -> None:
+    async def recorded(version: str, weights: WeightsCopy | None) -> None:
         published.append(version)
         await publish_there(version, weights)
 
@@ -184,9 +184,9 @@ async def test_evicted_weights_of_a_checkpoint_are_loaded_again(
 
 
 async def test_weights_that_failed_to_publish_use_no_memory(
-    head: Head, adapter: WeightsSnapshot, monkeypatch: pytest.MonkeyPatch
+    head: Head, adapter: WeightsCopy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(version: str, weights: WeightsSnapshot | None) -> None:
+    async def refuse(version: str, weights: WeightsCopy | None) -> None:
         raise NotFound("no such server")
 
     samplers = Samplers(head.backend)

@@ -20,7 +20,7 @@ from tinkercloud_worker.engine.batch import ModelLimits
 from tinkercloud_worker.engine.prompt_images import PromptImages
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest
 from tinkercloud_worker.engine.sampling.sampling_request import prepare
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.head.serve import running_samples
 
@@ -185,9 +185,9 @@ async def test_a_session_does_not_sample_from_a_later_checkpoint_at_the_same_pat
 async def test_a_full_fine_tune_is_sampled_in_the_compute_dtype(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
-    published: list[WeightsSnapshot] = []
+    published: list[WeightsCopy] = []
 
-    async def publish(_version: str, weights: WeightsSnapshot) -> None:
+    async def publish(_version: str, weights: WeightsCopy) -> None:
         published.append(weights)
 
     with a_head(store.as_uri(), tmp_path, "g1") as head:
@@ -203,7 +203,7 @@ async def test_a_full_fine_tune_is_sampled_in_the_compute_dtype(
         async with samplers.sampling(SESSION):
             [sampled] = published
 
-        saved = head.backend.trainer.snapshot(str(MODEL)).tensors
+        saved = head.backend.trainer.copy_weights(str(MODEL)).tensors
         assert sampled.tensors.keys() == saved.keys()
         for name, tensor in saved.items():
             assert sampled.tensors[name].dtype == getattr(torch, dtype)

@@ -20,7 +20,7 @@ from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, Head, a_head, sa
 from tinkercloud_testing.small_models.models import tiny_llama
 from tinkercloud_testing.training.engines import an_engine
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.head.durable.snapshots import Snapshot, Snapshots
 from tinkercloud_worker.head.sampling import evicted_weights
 from tinkercloud_worker.head.sampling.evicted_weights import EvictedWeights
@@ -34,7 +34,7 @@ def size(tmp_path_factory: pytest.TempPathFactory) -> int:
     """Bytes of a snapshot in memory; its file is a little larger."""
     with an_engine(tiny_llama(), tmp_path_factory.mktemp("engine")) as engine:
         engine.trainer.add_model("one", SPEC.lora)
-        return engine.trainer.snapshot("one").size_bytes
+        return engine.trainer.copy_weights("one").size_bytes
 
 
 @contextmanager
@@ -108,7 +108,7 @@ async def test_a_sample_that_arrives_while_its_snapshot_is_evicted_waits_for_it(
 ) -> None:
     evicting, may_export, export = asyncio.Event(), asyncio.Event(), head.backend.sampler.export
 
-    async def wait_and_export(name: str) -> WeightsSnapshot | None:
+    async def wait_and_export(name: str) -> WeightsCopy | None:
         evicting.set()
         await may_export.wait()
         return await export(name)
@@ -191,7 +191,7 @@ async def test_a_run_is_suspended_although_a_snapshot_is_evicted_while_it_is_wri
         other, export = replace(head, model=ModelId("s", 1)), head.backend.sampler.export
         await other.begin()
 
-        async def evict_and_export(version: str) -> WeightsSnapshot | None:
+        async def evict_and_export(version: str) -> WeightsCopy | None:
             monkeypatch.undo()
             other.send(routes.SAVE_WEIGHTS_FOR_SAMPLER, 1, sampling_session_seq_id=3)
             await other.answer(1)

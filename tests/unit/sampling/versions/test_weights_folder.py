@@ -8,11 +8,11 @@ import torch
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_testing.storage.disks import no_files_over
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 MODULE = "model.layers.0.self_attn.q_proj"
-WEIGHTS = WeightsSnapshot(
+WEIGHTS = WeightsCopy(
     LoraConfig(rank=4),
     {
         f"{MODULE}.lora_A.weight": torch.zeros(4, 1 << 16),

@@ -145,7 +145,7 @@ class Twin:
         kind = model.config.model_type
         self.tensors = {
             name: tensor.clone().requires_grad_()
-            for name, tensor in trainer.snapshot("m").tensors.items()
+            for name, tensor in trainer.copy_weights("m").tensors.items()
         }
         for number, layer in enumerate(model.model.layers):
             names = zip(("gate", "up", "down"), LEAVES[kind], strict=True)
@@ -191,7 +191,7 @@ def test_logprobs_and_every_gradient_are_those_of_experts_adapted_one_by_one(nam
 def test_logprobs_are_those_of_the_model_with_the_deltas_in_its_weights(name: str) -> None:
     trainer, merged = a_trainer(MODELS[name]()), MODELS[name]().eval()
     kind = merged.config.model_type
-    tensors = trainer.snapshot("m").tensors
+    tensors = trainer.copy_weights("m").tensors
 
     def delta(target: str) -> Tensor:
         return SCALE * tensors[f"{target}.lora_B.weight"] @ tensors[f"{target}.lora_A.weight"]
@@ -221,7 +221,7 @@ def test_logprobs_are_those_of_the_model_with_the_deltas_in_its_weights(name: st
 @pytest.mark.parametrize("name", MODELS)
 def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(name: str) -> None:
     trainer = a_trainer(MODELS[name]())
-    weights, kind = trainer.snapshot("m"), MODELS[name]().config.model_type
+    weights, kind = trainer.copy_weights("m"), MODELS[name]().config.model_type
 
     files = formats.encode_for_servers(weights, "base")
 
@@ -244,7 +244,7 @@ def test_files_hold_each_expert_by_the_name_of_its_weights_and_are_read_back(nam
 
 @pytest.mark.parametrize("broken", ["missing", "of another rank", "not what others share"])
 def test_a_file_with_missing_or_different_experts_is_rejected_by_name(broken: str) -> None:
-    tensors = adapters.to_peft_names(a_trainer(tiny_qwen3_moe()).snapshot("m").tensors)
+    tensors = adapters.to_peft_names(a_trainer(tiny_qwen3_moe()).copy_weights("m").tensors)
     name = "base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_A.weight"
     own = tensors.pop(name)
     if broken == "of another rank":
@@ -259,7 +259,7 @@ def test_a_file_with_missing_or_different_experts_is_rejected_by_name(broken: st
 def test_experts_share_the_half_next_to_hidden_states_and_initialize_the_other_separately() -> None:
     trainer = TorchTrainer(TorchBaseModel(tiny_qwen3_moe()), max_batch_tokens=24)
     trainer.add_model("m", LoraConfig(rank=RANK, seed=1))
-    tensors = trainer.snapshot("m").tensors
+    tensors = trainer.copy_weights("m").tensors
 
     shapes = {
         name.removeprefix("model.layers.0.mlp.experts."): tuple(tensor.shape)
@@ -350,7 +350,7 @@ def test_a_convolution_is_not_taken_for_experts() -> None:
 
     trainer.add_model("m", LoraConfig(rank=RANK))
 
-    assert any("experts" in name for name in trainer.snapshot("m").tensors)
+    assert any("experts" in name for name in trainer.copy_weights("m").tensors)
 
 
 # PEFT says of patterns of its own that they fit no module: they fit a parameter.
@@ -358,7 +358,7 @@ def test_a_convolution_is_not_taken_for_experts() -> None:
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_peft_reads_the_files(name: str, tmp_path: Path) -> None:
     trainer = a_trainer(MODELS[name](), LoraConfig(rank=RANK, seed=1, train_unembed=False))
-    for file, content in formats.encode_for_servers(trainer.snapshot("m"), "base").items():
+    for file, content in formats.encode_for_servers(trainer.copy_weights("m"), "base").items():
         (tmp_path / file).write_bytes(content)
     model = peft.PeftModel.from_pretrained(MODELS[name](), str(tmp_path)).eval()
     data = random_data(LENGTHS)
@@ -374,7 +374,7 @@ async def test_the_logprobs_of_sampled_tokens_equal_the_trainers(tmp_path: Path)
         for name, seed in {"one": 1, "two": 2}.items():
             engine.trainer.add_model(name, LoraConfig(rank=RANK, seed=seed))
             perturb(engine.trainer, name, seed)
-            await engine.sampler.publish(name, engine.trainer.snapshot(name))
+            await engine.sampler.publish(name, engine.trainer.copy_weights(name))
         await engine.sampler.publish("base", None)
         prompt = [3, 1, 4, 1, 5]
         request = a_sampling_request(prompt, num_samples=2, max_tokens=8, stop=NEVER)

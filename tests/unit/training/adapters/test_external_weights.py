@@ -12,7 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.heads.launch import BaseModelSource
 from tinkercloud_testing.small_models.models import save, tiny_gpt2, tiny_llama, tiny_qwen3_moe
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.training import external_weights
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -26,7 +26,7 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
 def write(model: PreTrainedModel, base: Path, folder: Path, dtype: str = "float32") -> Path:
     """Write the files of a full model with these weights."""
-    weights = WeightsSnapshot(None, {name: p.detach() for name, p in model.named_parameters()})
+    weights = WeightsCopy(None, {name: p.detach() for name, p in model.named_parameters()})
     folder.mkdir()
     source = BaseModelSource(name="tiny/model", path=str(base))
     for name, content in external_weights.encode(weights, source, dtype).items():

@@ -29,7 +29,7 @@ from tinkercloud_testing.small_models.models import save, tiny_llama, tiny_mixtr
 from tinkercloud_testing.training.peft_adapters import WEIGHTS, logprobs, logprobs_of, write_adapter
 from tinkercloud_testing.training.trainers import run
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.trainer import TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import TrainingState, WeightsCopy
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.imported import complete
@@ -54,7 +54,7 @@ ADAPTERS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-def read(folder: Path, base: Path) -> tuple[LoraConfig, WeightsSnapshot]:
+def read(folder: Path, base: Path) -> tuple[LoraConfig, WeightsCopy]:
     """Read an adapter folder as the API server and a head do."""
     content = (folder / WEIGHTS).read_bytes()
     config = peft.read_config(json.loads((folder / "adapter_config.json").read_text()))
@@ -92,7 +92,7 @@ def scores(trainer: TorchTrainer) -> np.ndarray[Any, Any]:
 def exported(trainer: TorchTrainer, folder: Path) -> Path:
     """Write the files of a trainer's sampler checkpoint."""
     folder.mkdir()
-    for name, content in formats.encode_weights(trainer.snapshot("m"), "base").items():
+    for name, content in formats.encode_weights(trainer.copy_weights("m"), "base").items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -131,13 +131,13 @@ def test_training_an_imported_adapter_also_trains_the_weights_that_it_lacked(
 ) -> None:
     folder = write_adapter(tiny_llama(), tmp_path / "adapter", target_modules=["q_proj"])
     trainer = imported(tiny_llama, folder, base(tiny_llama))
-    before = trainer.snapshot("m").tensors
+    before = trainer.copy_weights("m").tensors
 
     for _ in range(2):
         run(trainer, [a_datum(TOKENS)])
         trainer.optim_step("m", AdamParams(learning_rate=1e-2))
 
-    after = trainer.snapshot("m").tensors
+    after = trainer.copy_weights("m").tensors
     name = "model.layers.0.self_attn.k_proj.lora_B.weight"
     assert not before[name].any()
     assert after[name].any()
@@ -194,7 +194,7 @@ def test_names_without_pefts_prefix_or_with_an_adapters_name_are_read(
 @pytest.mark.parametrize("encode", [formats.encode_weights, formats.encode_for_servers])
 def test_experts_are_imported_as_they_are_exported(
     make: Make,
-    encode: Callable[[WeightsSnapshot, str], formats.Files],
+    encode: Callable[[WeightsCopy, str], formats.Files],
     tmp_path: Path,
     base: Callable[[Make], Path],
 ) -> None:
@@ -205,7 +205,7 @@ def test_experts_are_imported_as_they_are_exported(
         trainer.optim_step("m", AdamParams(learning_rate=3e-2))
     folder = tmp_path / "exported"
     folder.mkdir()
-    for name, content in encode(trainer.snapshot("m"), "base").items():
+    for name, content in encode(trainer.copy_weights("m"), "base").items():
         (folder / name).write_bytes(content)
     assert (folder / ADAPTER_CONFIG).is_file()
 
@@ -246,7 +246,7 @@ def test_experts_that_no_adapter_of_ours_has_are_rejected(
     trainer.add_model("m", LoraConfig(rank=4, seed=1))
     folder = tmp_path / "exported"
     folder.mkdir()
-    for name, content in formats.encode_for_servers(trainer.snapshot("m"), "base").items():
+    for name, content in formats.encode_for_servers(trainer.copy_weights("m"), "base").items():
         (folder / name).write_bytes(content)
 
     with pytest.raises(InvalidRequest, match=message):

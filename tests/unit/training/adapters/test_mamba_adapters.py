@@ -90,7 +90,7 @@ def test_peft_loads_what_was_trained_and_computes_the_same(family: str, tmp_path
     for _ in range(2):
         run(trainer, DATA)
         trainer.optim_step("m", ADAM)
-    snapshot = trainer.snapshot("m")
+    snapshot = trainer.copy_weights("m")
     for name, content in formats.encode_weights(snapshot, family).items():
         (tmp_path / name).write_bytes(content)
 

@@ -70,7 +70,7 @@ def test_logprobs_loss_and_every_lora_gradient_equal_pefts(name: str) -> None:
     trainer = make_trainer(
         MODELS[name](), LoraConfig(rank=4, seed=1, train_mlp=name not in MIXTURES)
     )
-    twin = PeftTwin(MODELS[name](), trainer.snapshot("m"))
+    twin = PeftTwin(MODELS[name](), trainer.copy_weights("m"))
     data = random_data(LENGTHS)
 
     output = run(trainer, data)
@@ -125,7 +125,7 @@ POLICY_LOSSES = {
 def test_each_policy_loss_has_the_gradient_of_its_formula(loss_fn: str) -> None:
     config, formula = POLICY_LOSSES[loss_fn]
     trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
-    twin = PeftTwin(tiny_llama(), trainer.snapshot("m"))
+    twin = PeftTwin(tiny_llama(), trainer.copy_weights("m"))
     data = random_data(LENGTHS, policy=True)
     if loss_fn == "gspo":
         data = counting_every_token(data)
@@ -139,7 +139,7 @@ def test_each_policy_loss_has_the_gradient_of_its_formula(loss_fn: str) -> None:
 
 def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
     trainer = make_trainer(tiny_llama(), LoraConfig(rank=4, seed=1))
-    twin = PeftTwin(tiny_llama(), trainer.snapshot("m"))
+    twin = PeftTwin(tiny_llama(), trainer.copy_weights("m"))
 
     losses = []
     for step in range(10):
@@ -150,6 +150,6 @@ def test_ten_steps_with_changing_hyperparameters_equal_torch_adamw() -> None:
 
     ours, theirs = zip(*losses, strict=True)
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    tensors = trainer.snapshot("m").tensors
+    tensors = trainer.copy_weights("m").tensors
     for name, expected in twin.parameters().items():
         np.testing.assert_allclose(tensors[name], expected.detach(), atol=1e-6)

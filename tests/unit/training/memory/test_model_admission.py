@@ -31,7 +31,7 @@ class Machine:
         """Return the parameters of such a model."""
         unbounded = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=256)
         unbounded.add_model("m", lora)
-        return sum(tensor.numel() for tensor in unbounded.snapshot("m").tensors.values())
+        return sum(tensor.numel() for tensor in unbounded.copy_weights("m").tensors.values())
 
 
 @pytest.mark.parametrize("lora", [None, RANK_2])

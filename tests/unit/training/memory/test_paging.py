@@ -169,7 +169,7 @@ def test_a_model_that_is_away_is_saved_and_published_without_taking_memory(
     assert ours.step == theirs.step
     assert_equal(ours.weights.tensors, theirs.weights.tensors, atol=0)
     assert_equal(moments_of(ours), moments_of(theirs), atol=0)
-    assert_equal(machine.trainer.snapshot("first").tensors, theirs.weights.tensors, atol=0)
+    assert_equal(machine.trainer.copy_weights("first").tensors, theirs.weights.tensors, atol=0)
     assert_equal(machine.trainer.published("first").tensors, theirs.weights.tensors, atol=0)
     gradients = [gradient_of(trainer, "first") for trainer in (machine.trainer, machine.unlimited)]
     assert_equal(*gradients, atol=0)

@@ -49,7 +49,7 @@ class Machine:
         )
         unlimited = TorchTrainer(TorchBaseModel(tiny_llama()), max_batch_tokens=256)
         unlimited.add_model("m", RANK_4)
-        weights = unlimited.snapshot("m").tensors.values()
+        weights = unlimited.copy_weights("m").tensors.values()
         self.model_bytes = 16 * sum(each.numel() for each in weights)
         self.memory = int(models * self.model_bytes) + KEPT_FREE_BYTES
 

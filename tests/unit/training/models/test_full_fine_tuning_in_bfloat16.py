@@ -26,7 +26,7 @@ from tinkercloud_testing.training.engines import a_sampling_request, an_engine
 from tinkercloud_testing.training.lookups import gradient_of_lookups
 from tinkercloud_testing.training.trainers import base_of, gradient_of, run
 from tinkercloud_worker.engine.batch import prepare
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer, TorchTrainerWithSampler
 
@@ -74,7 +74,7 @@ def tiny_ernie() -> PreTrainedModel:
 
 def with_weights_of(trainer: TorchTrainer, model: PreTrainedModel) -> PreTrainedModel:
     """Return a model that has a trained one's weights, rounded as its own."""
-    model.load_state_dict(trainer.snapshot("m").tensors, strict=False)
+    model.load_state_dict(trainer.copy_weights("m").tensors, strict=False)
     return model
 
 
@@ -123,13 +123,13 @@ def test_an_embeddings_gradient_is_a_float32_sum_over_all_uses_of_a_token() -> N
 def test_steps_that_bfloat16_would_round_away_add_up() -> None:
     trainer = a_trainer(in_half(tiny_llama()))
     name = "model.norm.weight"
-    before = trainer.snapshot("m").tensors[name]
+    before = trainer.copy_weights("m").tensors[name]
 
     for _ in range(8):
         run(trainer, random_data(LENGTHS))
         trainer.optim_step("m", AdamParams(learning_rate=1e-5))
 
-    moved = (trainer.snapshot("m").tensors[name] - before).abs()
+    moved = (trainer.copy_weights("m").tensors[name] - before).abs()
     assert moved.max() == pytest.approx(8e-5, rel=0.1)
     assert torch.finfo(torch.bfloat16).eps / 4 > 8e-5
 
@@ -146,10 +146,10 @@ def test_a_full_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_
     run(trainer, random_data(LENGTHS))
     trainer.optim_step("m", AdamParams(learning_rate=1e-4))
 
-    saved, published = trainer.snapshot("m"), trainer.publication("m")()
+    saved, published = trainer.copy_weights("m"), trainer.publication("m")()
 
     assert {each.dtype for each in saved.tensors.values()} == {torch.float32}
-    assert isinstance(published, WeightsSnapshot)
+    assert isinstance(published, WeightsCopy)
     assert published.size_bytes == saved.size_bytes // 2
     assert published.tensors.keys() == saved.tensors.keys()
     for name, tensor in saved.tensors.items():
@@ -165,7 +165,7 @@ def test_an_adapter_is_published_in_float32_whatever_the_dtype_of_the_base(
 
     published = trainer.publication("m")()
 
-    assert isinstance(published, WeightsSnapshot)
+    assert isinstance(published, WeightsCopy)
     assert {each.dtype for each in published.tensors.values()} == {torch.float32}
 
 
@@ -194,7 +194,7 @@ async def test_samples_equal_those_of_a_base_with_the_same_weights(
         run(engine.trainer, random_data(LENGTHS))
         engine.trainer.optim_step("m", AdamParams(learning_rate=1e-2))
         for name in ("whole", "another"):
-            await engine.sampler.publish(name, engine.trainer.snapshot("m"))
+            await engine.sampler.publish(name, engine.trainer.copy_weights("m"))
         copy = with_weights_of(engine.trainer, in_half(tiny_llama()))
 
         whole = await engine.sampler.sample("whole", a_sampling_request([3, 1, 4, 1, 5]))

@@ -52,7 +52,7 @@ def test_all_of_the_language_model_is_adapted_and_nothing_of_the_towers(
 ) -> None:
     folder = saved(family, tmp_path)
 
-    adapter = trained(folder, LoraConfig(rank=2)).snapshot("m")
+    adapter = trained(folder, LoraConfig(rank=2)).copy_weights("m")
 
     names = [name for name in adapter.tensors if ".lora_B." in name]
     layers = [name for name in names if "lm_head" not in name]
@@ -69,7 +69,7 @@ def test_all_of_the_language_model_is_adapted_and_nothing_of_the_towers(
 def test_peft_loads_adapters_on_the_published_model(tmp_path: Path, family: str) -> None:
     folder = saved(family, tmp_path / "model")
     trainer = trained(folder, LoraConfig(rank=2))
-    for name, content in formats.encode_weights(trainer.snapshot("m"), family).items():
+    for name, content in formats.encode_weights(trainer.copy_weights("m"), family).items():
         (tmp_path / name).write_bytes(content)
 
     published = PUBLISHED[family].from_pretrained(folder, dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_peft_loads_adapters_on_the_published_model(tmp_path: Path, family: str)
 def test_full_fine_tuning_trains_only_the_text_part(tmp_path: Path, family: str) -> None:
     trainer = trained(saved(family, tmp_path), None)
 
-    names = trainer.snapshot("m").tensors.keys()
+    names = trainer.copy_weights("m").tensors.keys()
 
     assert any("embed_tokens" in name for name in names)
     assert not [name for name in names if "vision" in name or "visual" in name]
@@ -111,7 +111,7 @@ def test_logits_that_a_family_multiplies_or_caps_are_trained_as_pefts_are(family
     for _ in range(2):
         run(trainer, DATA)
         trainer.optim_step("m", ADAM)
-    twin = PeftTwin(SCALED[family](), trainer.snapshot("m"))
+    twin = PeftTwin(SCALED[family](), trainer.copy_weights("m"))
 
     output = run(trainer, DATA)
 
@@ -129,7 +129,7 @@ def test_attention_and_output_of_llama_4_are_adapted(tmp_path: Path) -> None:
     llama4().save_pretrained(tmp_path)
     lora = LoraConfig(rank=2, train_mlp=False)
     trainer = trained(str(tmp_path), lora)
-    twin = PeftTwin(llama4(), trainer.snapshot("m"))
+    twin = PeftTwin(llama4(), trainer.copy_weights("m"))
 
     ours = run(trainer, DATA).logprobs
 

@@ -4,9 +4,9 @@ import pytest
 
 from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_worker.actors.replaceable_group import HeldModels
-from tinkercloud_worker.engine.trainer import GradientLost, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import GradientLost, TrainingState, WeightsCopy
 
-STATE = TrainingState(WeightsSnapshot(None, {}), None, 3)
+STATE = TrainingState(WeightsCopy(None, {}), None, 3)
 
 
 def held(*models: str) -> HeldModels:

@@ -46,7 +46,7 @@ from tinkercloud_worker.engine.trainer import (
     Publication,
     TrainingPass,
     TrainingState,
-    WeightsSnapshot,
+    WeightsCopy,
 )
 from tinkercloud_worker.engine.turns.engine_thread import Pieces
 
@@ -206,10 +206,10 @@ class RankedTrainer:
         with suppress(RanksLost):
             self.group.call_if_alive("release_memory")
 
-    def snapshot(self, model_id: str) -> WeightsSnapshot:
-        """See `Trainer.snapshot`. If a node is lost meanwhile, surviving ranks may have it."""
+    def copy_weights(self, model_id: str) -> WeightsCopy:
+        """See `Trainer.copy_weights`. If a node is lost meanwhile, surviving ranks may have it."""
 
-        def assembled() -> WeightsSnapshot:
+        def assembled() -> WeightsCopy:
             shares = self._shares("share_weights", model_id)
             return shares.weights() if shares is not None else self._salvaged_weights(model_id)
 
@@ -367,7 +367,7 @@ class RankedTrainer:
                 )
         return None
 
-    def _salvaged_weights(self, model_id: str) -> WeightsSnapshot:
+    def _salvaged_weights(self, model_id: str) -> WeightsCopy:
         """Return weights that may be sampled from for long.
 
         They are copied out of Ray's store, which has space only for data in transit.

@@ -15,7 +15,7 @@ from torch import Tensor
 from tinkercloud_protocol.wire.errors import Unavailable
 from tinkercloud_worker.engine.ranks import Outline
 from tinkercloud_worker.engine.tensor_slices import Piece, joined
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsCopy
 from tinkercloud_worker.training.trained_model import MOMENTS
 
 
@@ -40,9 +40,9 @@ class Shares:
         size = sum(outline.shared_bytes for outline, _ in shares)
         return cls(shares[0][0], size, [part for _, parts in shares for part in parts])
 
-    def weights(self) -> WeightsSnapshot:
+    def weights(self) -> WeightsCopy:
         """Assemble weights."""
-        return WeightsSnapshot(self.outline.lora, self._tensors())
+        return WeightsCopy(self.outline.lora, self._tensors())
 
     def state(self) -> TrainingState:
         """Assemble weights and moments."""
@@ -50,9 +50,7 @@ class Shares:
         suffixes = tuple(f".{moment}" for moment in MOMENTS)
         moments = {name: each for name, each in tensors.items() if name.endswith(suffixes)}
         weights = {name: each for name, each in tensors.items() if name not in moments}
-        return TrainingState(
-            WeightsSnapshot(self.outline.lora, weights), moments, self.outline.step
-        )
+        return TrainingState(WeightsCopy(self.outline.lora, weights), moments, self.outline.step)
 
     def gradient(self) -> Gradient | None:
         """Assemble a gradient; None if it is zero."""

@@ -25,7 +25,7 @@ from tinkercloud_protocol.heads.checkpoint_manifest import (
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.checkpoints import tensor_file
-from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsCopy
 from tinkercloud_worker.lora import adapters, imported
 
 Files = dict[str, bytes]
@@ -37,7 +37,7 @@ AnyManifest = CheckpointManifest | SuspendedManifest
 SAMPLER_PREFIX = "sampler-"
 
 
-def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
+def encode_weights(weights: WeightsCopy, base_model: str) -> Files:
     """Return the files of a sampler checkpoint.
 
     PEFT can load an adapter directly, unless it adapts experts: those are stacked, as in Tinker's
@@ -48,7 +48,7 @@ def encode_weights(weights: WeightsSnapshot, base_model: str) -> Files:
     return _adapter_files(weights.lora, adapters.to_archive_names(weights.tensors), base_model)
 
 
-def encode_for_servers(weights: WeightsSnapshot, base_model: str) -> Files:
+def encode_for_servers(weights: WeightsCopy, base_model: str) -> Files:
     """Return an adapter's files for inference servers, with separate experts.
 
     Args:
@@ -108,7 +108,7 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> bytes:
     return tensor_file.encode(tensors)
 
 
-def encode_sampler(weights: WeightsSnapshot) -> tuple[str, bytes]:
+def encode_sampler(weights: WeightsCopy) -> tuple[str, bytes]:
     """Return the name and content of a file with weights; equal weights have equal names."""
     content = encode_tensors(weights.tensors)
     return f"{SAMPLER_PREFIX}{hashlib.sha256(content).hexdigest()[:32]}.safetensors", content
@@ -139,7 +139,7 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
     return [*files_of_weights(manifest), OPTIMIZER_STATE, TRAINER_STATE]
 
 
-def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
+def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsCopy:
     """Decode weights. Those of an imported adapter may lack some (`model.imported`).
 
     Raises:
@@ -150,12 +150,12 @@ def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsSnapshot:
     tensors = decode_tensors(manifest, files, name)
     adapter = manifest.imported if isinstance(manifest, CheckpointManifest) else None
     if adapter is None or manifest.lora is None:
-        return WeightsSnapshot(manifest.lora, adapters.from_archive_names(tensors))
+        return WeightsCopy(manifest.lora, adapters.from_archive_names(tensors))
     named = imported.from_file(tensors, adapter.scale, manifest.lora.rank)
-    return WeightsSnapshot(manifest.lora, named)
+    return WeightsCopy(manifest.lora, named)
 
 
-def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsSnapshot:
+def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> WeightsCopy:
     """Decode weights that are only sampled from.
 
     Args:
@@ -170,7 +170,7 @@ def decode_to_sample(manifest: AnyManifest, files: Contents, dtype: str) -> Weig
     if weights.lora is not None:
         return weights
     rounded = {name: each.to(getattr(torch, dtype)) for name, each in weights.tensors.items()}
-    return WeightsSnapshot(None, rounded)
+    return WeightsCopy(None, rounded)
 
 
 def decode_tensors(manifest: AnyManifest, files: Contents, name: str) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ class LossOutput:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WeightsSnapshot:
+class WeightsCopy:
     """A copy of a model's weights, which later training does not change.
 
     It is either an adapter (`lora` is set) or all weights of a fully fine-tuned model. `tensors`
@@ -75,7 +75,7 @@ class RemoteModel(Protocol):
         """Remove the files, which may be gone already."""
 
 
-Publication: TypeAlias = WeightsSnapshot | RemoteModel
+Publication: TypeAlias = WeightsCopy | RemoteModel
 """A copy of a model's weights for samplers."""
 
 
@@ -83,7 +83,7 @@ Publication: TypeAlias = WeightsSnapshot | RemoteModel
 class TrainingState:
     """Everything that training continues from."""
 
-    weights: WeightsSnapshot
+    weights: WeightsCopy
     moments: Mapping[str, Tensor] | None
     """AdamW's moments, float32: `<weight name>.exp_avg` and `<weight name>.exp_avg_sq`."""
     step: int
@@ -166,7 +166,7 @@ class ModelHolder(Protocol):
         this may be called on any thread.
         """
 
-    def snapshot(self, model_id: str) -> WeightsSnapshot:
+    def copy_weights(self, model_id: str) -> WeightsCopy:
         """Return a copy of the current weights."""
 
     def publication(self, model_id: str) -> Callable[[], Publication]:

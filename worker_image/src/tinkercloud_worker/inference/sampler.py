@@ -21,7 +21,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_worker.engine.sampling.growing_text import Decode
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, SamplingResult
 from tinkercloud_worker.engine.sampling.stopping import cut_at_stop
-from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsCopy
 from tinkercloud_worker.inference.client import (
     AdaptersDisabled,
     NotThere,
@@ -76,7 +76,7 @@ class InferenceSampler:
         config: SamplerConfig,
         *,
         decode: Decode,
-        neutral: WeightsSnapshot | None,
+        neutral: WeightsCopy | None,
         unadapted: Mapping[str, str],
     ) -> None:
         """Create a sampler without calling the servers.
@@ -124,7 +124,7 @@ class InferenceSampler:
         if weights is None:
             self._versions[version] = _BASE_MODEL
             return
-        lora = weights.lora if isinstance(weights, WeightsSnapshot) else None
+        lora = weights.lora if isinstance(weights, WeightsCopy) else None
         if lora is None and not self._controls:
             raise InvalidRequest(
                 "this model's sampler is an external inference server, whose base weights can't be"
@@ -138,7 +138,7 @@ class InferenceSampler:
                     f" create the model with {field}=False, or save its weights with a name and"
                     " sample from them elsewhere"
                 )
-        if isinstance(weights, WeightsSnapshot):
+        if isinstance(weights, WeightsCopy):
             name = await self._write(weights)
         else:
             name = self._folder.register_remote(weights)
@@ -160,7 +160,7 @@ class InferenceSampler:
         if published is not None and published.name is not None:
             self._release(published.name)
 
-    async def export(self, version: str) -> WeightsSnapshot | None:
+    async def export(self, version: str) -> WeightsCopy | None:
         """See `Sampler.export`."""
         published = self._known(version)
         if published.name is None:
@@ -273,7 +273,7 @@ class InferenceSampler:
                 self._base = None
             raise
 
-    async def _publish_neutral(self, neutral: WeightsSnapshot) -> _Version:
+    async def _publish_neutral(self, neutral: WeightsCopy) -> _Version:
         name = await self._write(neutral)
         version = _Version(neutral.lora, name)
         try:
@@ -340,7 +340,7 @@ class InferenceSampler:
         if (control := self._controls.get(server.url)) is not None:
             control.invalidate()
 
-    async def _write(self, weights: WeightsSnapshot) -> str:
+    async def _write(self, weights: WeightsCopy) -> str:
         """Write weights and return their name; if cancelled, remove the files."""
         work = asyncio.to_thread(self._folder.write, weights)
         writing = asyncio.create_task(work)

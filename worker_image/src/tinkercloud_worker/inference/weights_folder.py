@@ -21,7 +21,7 @@ from tinkercloud_protocol.heads.checkpoint_manifest import ADAPTER_WEIGHTS, FULL
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import NotFound, Unavailable
 from tinkercloud_worker.checkpoints import formats, tensor_file
-from tinkercloud_worker.engine.trainer import RemoteModel, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import RemoteModel, WeightsCopy
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.architecture import as_in_files, from_files
 
@@ -108,7 +108,7 @@ class WeightsFolder:
         self._remote: dict[str, RemoteModel] = {}
         """Models whose files are elsewhere, and are copied here when needed."""
 
-    def write(self, weights: WeightsSnapshot) -> str:
+    def write(self, weights: WeightsCopy) -> str:
         """Write weights and return their name.
 
         Adapters are written in PEFT's format with separate experts, full models as a Hugging Face
@@ -156,7 +156,7 @@ class WeightsFolder:
         server_dir = self._server_dir / name if self._server_dir is not None else None
         return SavedWeights(name, self._folder / name, server_dir, self._remote.get(name))
 
-    def read(self, name: str, config: LoraConfig | None) -> WeightsSnapshot:
+    def read(self, name: str, config: LoraConfig | None) -> WeightsCopy:
         """Read weights.
 
         Raises:
@@ -171,8 +171,8 @@ class WeightsFolder:
                 f"{self._folder / name} no longer exists; save the weights again"
             ) from None
         if config is None:
-            return WeightsSnapshot(None, from_files(str(self._base_path), tensors))
-        return WeightsSnapshot(config, adapters.from_peft_names(tensors))
+            return WeightsCopy(None, from_files(str(self._base_path), tensors))
+        return WeightsCopy(config, adapters.from_peft_names(tensors))
 
     def remove(self, name: str) -> None:
         """Remove weights here and at their source. They may be gone already."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from tinkercloud_protocol.adapters.peft import BASE_COPY
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.lora import imported
 from tinkercloud_worker.model.architecture import BUILDING, read_architecture
 from tinkercloud_worker.model.weight_files import (
@@ -23,7 +23,7 @@ _EMBEDDING = "embed_tokens.weight"
 """End of the name of the weight that an LM head may share."""
 
 
-def complete(manifest: CheckpointManifest, weights: WeightsSnapshot, path: str) -> WeightsSnapshot:
+def complete(manifest: CheckpointManifest, weights: WeightsCopy, path: str) -> WeightsCopy:
     """Return the weights of a checkpoint; an imported one gets the weights that it lacks.
 
     Args:

@@ -21,7 +21,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,
 )
-from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsCopy
 from tinkercloud_worker.engine.turns.engine_thread import Background, Tokens
 from tinkercloud_worker.engine.turns.fair_queue import Accounts
 from tinkercloud_worker.model.base_model import TorchBaseModel
@@ -86,7 +86,7 @@ class TorchSampler(Sampler, Background):
         if version in self._versions:
             return
         # Weights stored on ranks are only for inference servers.
-        assert weights is None or isinstance(weights, WeightsSnapshot)  # noqa: S101 - see above
+        assert weights is None or isinstance(weights, WeightsCopy)  # noqa: S101 - see above
         prepared = await asyncio.to_thread(self._versions.prepare, weights)
         self._versions.add(version, prepared)
         try:
@@ -110,10 +110,10 @@ class TorchSampler(Sampler, Background):
             await asyncio.to_thread(self._release, retired)
 
     @override
-    async def export(self, version: str) -> WeightsSnapshot | None:
+    async def export(self, version: str) -> WeightsCopy | None:
         exported = self._versions.acquire(version)
 
-        def export() -> WeightsSnapshot | None:
+        def export() -> WeightsCopy | None:
             try:
                 return self._versions.export(exported)
             finally:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import NotFound
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.lora.deltas import can_share_batch
 from tinkercloud_worker.lora.segments import ActiveWeights
@@ -81,7 +81,7 @@ class Versions:
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
-    def prepare(self, weights: WeightsSnapshot | None) -> Version:
+    def prepare(self, weights: WeightsCopy | None) -> Version:
         """Convert weights for sampling, to pass to `add`; None means the base model's own.
 
         This takes as long as copying the weights.
@@ -90,7 +90,7 @@ class Versions:
         if weights is None:
             return Version(None, None, 0, file)
         active = self._active(weights.tensors, weights.lora)
-        size_bytes = WeightsSnapshot(weights.lora, active.tensors).size_bytes
+        size_bytes = WeightsCopy(weights.lora, active.tensors).size_bytes
         return Version(weights.lora, active, size_bytes, file, is_apart=self._is_apart(active))
 
     def add(self, name: str, version: Version) -> None:
@@ -147,7 +147,7 @@ class Versions:
         self.spill()
         return active
 
-    def export(self, version: Version) -> WeightsSnapshot | None:
+    def export(self, version: Version) -> WeightsCopy | None:
         """Return the weights of a version. Spilled weights stay spilled.
 
         Raises:
@@ -158,7 +158,7 @@ class Versions:
             if active is None and not version.is_written:
                 return None
         tensors = _read(version) if active is None else active.tensors
-        return WeightsSnapshot(version.lora, tensors)
+        return WeightsCopy(version.lora, tensors)
 
     def spill(self) -> None:
         """Write the least recently used weights to files until the rest fits in memory.

@@ -24,7 +24,7 @@ from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.packing import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
-from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass, WeightsCopy
 from tinkercloud_worker.engine.turns.engine_thread import (
     Batcher,
     Pause,
@@ -363,10 +363,10 @@ class TorchTrainerWithSampler(TorchTrainer):
     """
 
     @override
-    def published(self, model_id: str) -> WeightsSnapshot:
+    def published(self, model_id: str) -> WeightsCopy:
         model, (weights, *_) = self._models.contents(model_id)
         flat = weights.to(self._base.device, self._published_dtype(model), copy=True)
-        return WeightsSnapshot(model.lora, model.trainable.layout.views(flat))
+        return WeightsCopy(model.lora, model.trainable.layout.views(flat))
 
 
 def _in_order(packs: Sequence[tuple[TrainedModel, PackedSequences]]) -> ModelSegments:

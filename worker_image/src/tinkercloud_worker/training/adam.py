@@ -26,7 +26,7 @@ from tinkercloud_worker.engine.trainer import (
     ModelHolder,
     OptimizerStep,
     TrainingState,
-    WeightsSnapshot,
+    WeightsCopy,
 )
 from tinkercloud_worker.engine.turns.engine_thread import Batcher, PieceLimit, Pieces
 from tinkercloud_worker.lora.parameters import is_zero, norm_of
@@ -115,18 +115,18 @@ class AdamTrainer(ModelHolder, ABC):
         """Do nothing: this trainer does not wait for other processes to start."""
 
     @override
-    def snapshot(self, model_id: str) -> WeightsSnapshot:
+    def copy_weights(self, model_id: str) -> WeightsCopy:
         model, (weights, *_) = self._models.contents(model_id)
-        return WeightsSnapshot(model.lora, self._to_cpu(model, weights))
+        return WeightsCopy(model.lora, self._to_cpu(model, weights))
 
-    def published(self, model_id: str) -> WeightsSnapshot:
+    def published(self, model_id: str) -> WeightsCopy:
         """Return a copy of the current weights, as passes see them."""
         model, (weights, *_) = self._models.contents(model_id)
         dtype = self._published_dtype(model)
-        return WeightsSnapshot(model.lora, self._to_cpu(model, weights, dtype))
+        return WeightsCopy(model.lora, self._to_cpu(model, weights, dtype))
 
     @override
-    def publication(self, model_id: str) -> Callable[[], WeightsSnapshot]:
+    def publication(self, model_id: str) -> Callable[[], WeightsCopy]:
         weights = self.published(model_id)
         return lambda: weights
 
@@ -349,7 +349,7 @@ def _state(
 ) -> TrainingState:
     """Return the state whose flat weights, and moments if there are any, are given."""
     flat_weights, *flat_moments = vectors
-    weights = WeightsSnapshot(model.lora, whole(model, flat_weights))
+    weights = WeightsCopy(model.lora, whole(model, flat_weights))
     moments: dict[str, Tensor] = {}
     for moment, flat in _moments(flat_weights, flat_moments):
         moments |= {f"{name}.{moment}": tensor for name, tensor in whole(model, flat).items()}

@@ -9,7 +9,7 @@ import torch
 from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
 from tinkercloud_protocol.heads.launch import BaseModelSource
 from tinkercloud_worker.checkpoints import formats, tensor_file
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.model.architecture import as_in_files
 
 _CONFIG = "config.json"
@@ -26,7 +26,7 @@ _COPIED = (
 """Files of a base model that its fine-tuned models share, such as the tokenizer's."""
 
 
-def encode(weights: WeightsSnapshot, base: BaseModelSource, dtype: str) -> formats.Files:
+def encode(weights: WeightsCopy, base: BaseModelSource, dtype: str) -> formats.Files:
     """Return the files.
 
     An adapter has the names and layout of Tinker's archives (`formats.encode_weights`). A full

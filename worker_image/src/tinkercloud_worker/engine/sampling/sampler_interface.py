@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tinkercloud_protocol.requests.tensors import Int32Array, PromptScores, SampledSequence
 from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar
-from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsCopy
 from tinkercloud_worker.engine.turns.usage_counts import NOBODY, Payer, Usage
 from tinkercloud_worker.vision.prepared import PreparedImage
 
@@ -168,7 +168,7 @@ class Sampler(Protocol):
     async def retire(self, version: str) -> None:
         """Remove a version, which may be unknown. Its running requests finish."""
 
-    async def export(self, version: str) -> WeightsSnapshot | None:
+    async def export(self, version: str) -> WeightsCopy | None:
         """Return the weights of a version; None means the base model.
 
         Raises:

@@ -52,7 +52,7 @@ from tinkercloud_worker.engine.trainer import (
     Gradient,
     GradientLost,
     TrainingState,
-    WeightsSnapshot,
+    WeightsCopy,
 )
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.journal_replay import (
@@ -386,11 +386,11 @@ class Suspension:
         self.samplers.restore_evicted(
             model_id, [each for each in head.evicted if each.session not in written]
         )
-        read: dict[str, WeightsSnapshot] = {}
+        read: dict[str, WeightsCopy] = {}
         for stored in reversed(head.samplers):
             if stored.file not in read:
                 tensors = await self._read_tensors(state, stored.file)
-                read[stored.file] = WeightsSnapshot(stored.lora, tensors)
+                read[stored.file] = WeightsCopy(stored.lora, tensors)
             weights, inflight = read[stored.file], stored.is_inflight
             published = Published(stored.file, stored.sessions, inflight, weights.size_bytes)
             await self.samplers.restore(model_id, published, weights)

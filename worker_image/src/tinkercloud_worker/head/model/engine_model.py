@@ -16,7 +16,7 @@ from tinkercloud_worker.engine.trainer import (
     Publication,
     TrainingPass,
     TrainingState,
-    WeightsSnapshot,
+    WeightsCopy,
 )
 from tinkercloud_worker.engine.turns.engine_thread import Unshared
 from tinkercloud_worker.engine.turns.fair_queue import Share
@@ -103,9 +103,9 @@ class EngineModel:
                 f"{error.message}: create_training_client_from_state_with_optimizer({path!r})"
             ) from error
 
-    async def snapshot(self) -> WeightsSnapshot:
+    async def copy_weights(self) -> WeightsCopy:
         """Return a copy of the current weights."""
-        return await self.run_lightweight(lambda: self._backend.trainer.snapshot(self._name))
+        return await self.run_lightweight(lambda: self._backend.trainer.copy_weights(self._name))
 
     async def publication(self) -> Publication:
         """Return the current weights, stored where samplers read them."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsCopy
 
 T = TypeVar("T")
 
@@ -48,5 +48,5 @@ async def stored(store: Callable[[], Publication]) -> Publication:
 def _remove(storing: asyncio.Task[Publication]) -> None:
     if not storing.cancelled() and storing.exception() is None:
         weights = storing.result()
-        if not isinstance(weights, WeightsSnapshot):
+        if not isinstance(weights, WeightsCopy):
             weights.remove()

@@ -210,7 +210,7 @@ class Operations:
         path = CheckpointPath(self._name, CheckpointKind.SAMPLER, name)
         if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
             return _saved(repeated)
-        weights = await self.engine.snapshot()
+        weights = await self.engine.copy_weights()
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, request.user_metadata, request.seq_id
         )
@@ -224,7 +224,7 @@ class Operations:
         path = CheckpointPath(self._name, CheckpointKind.EXTERNAL, request.path)
         if (repeated := await self.checkpoints.begin(path, request.seq_id)) is not None:
             return _saved(repeated)
-        weights = await self.engine.snapshot()
+        weights = await self.engine.copy_weights()
         manifest = self.checkpoints.manifest(
             path, self._steps, request.ttl_seconds, seq_id=request.seq_id
         )

@@ -7,12 +7,12 @@ from tinkercloud_protocol.heads.launch import SamplerSpec
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.model import imported
 
 
-async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> WeightsSnapshot:
+async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> WeightsCopy:
     """Return the weights of a checkpoint.
 
     Args:

@@ -19,7 +19,7 @@ from tinkercloud_protocol.wire.paths import evicted_prefix
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
-from tinkercloud_worker.engine.trainer import WeightsSnapshot
+from tinkercloud_worker.engine.trainer import WeightsCopy
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +81,7 @@ class EvictedWeights:
             await asyncio.wait(set(self._writes), timeout=left)
         return not self.is_writing
 
-    def begin(self, session: str, run_id: str, owner: str, weights: WeightsSnapshot) -> None:
+    def begin(self, session: str, run_id: str, owner: str, weights: WeightsCopy) -> None:
         """Write the weights of a session in the background. A failure is logged: they are lost.
 
         Args:
@@ -101,7 +101,7 @@ class EvictedWeights:
         if self._writing.get(session) is task:
             del self._writing[session]
 
-    async def _write(self, session: str, run_id: str, owner: str, weights: WeightsSnapshot) -> None:
+    async def _write(self, session: str, run_id: str, owner: str, weights: WeightsCopy) -> None:
         assert weights.lora is not None  # noqa: S101 - it is an adapter
         name = f"{evicted_prefix(run_id)}/{uuid.uuid4().hex}.safetensors"
         try:
@@ -140,7 +140,7 @@ class EvictedWeights:
         self._stored[stored.session] = stored
         self._owners[stored.session] = owner
 
-    async def read(self, session: str) -> WeightsSnapshot:
+    async def read(self, session: str) -> WeightsCopy:
         """Return the weights of a session.
 
         Raises:
@@ -155,7 +155,7 @@ class EvictedWeights:
             self._drop(session)
             raise NotFound(f"the weights of sampling session {session!r} are not stored")
         tensors = await asyncio.to_thread(formats.decode_stored, stored.key, content)
-        return WeightsSnapshot(stored.lora, tensors)
+        return WeightsCopy(stored.lora, tensors)
 
     async def remove(self, session: str) -> None:
         """Delete the weights of a session, which may be unknown."""

@@ -23,7 +23,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, WireError
 from tinkercloud_protocol.wire.ids import ModelId, SamplingSessionId, model_of_sampler
 from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
-from tinkercloud_worker.engine.trainer import Publication, WeightsSnapshot
+from tinkercloud_worker.engine.trainer import Publication, WeightsCopy
 from tinkercloud_worker.engine.turns.usage_counts import Payer
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.sampling.checkpoint_weights import read_to_sample
@@ -116,7 +116,7 @@ class Samplers:
     async def _load(self, name: str, spec: SamplerSpec | None) -> str:
         """Publish the weights of a session, evicted ones if `spec` is None; return the version."""
         version = self._new_version(name)
-        weights: WeightsSnapshot | None = None
+        weights: WeightsCopy | None = None
         if spec is None:
             weights = await self._evicted_weights(name)
         elif spec.model_path is not None:
@@ -126,7 +126,7 @@ class Samplers:
             self._usage.add(name, weights.size_bytes)
         return version
 
-    async def _evicted_weights(self, name: str) -> WeightsSnapshot:
+    async def _evicted_weights(self, name: str) -> WeightsCopy:
         try:
             return await self.evicted.read(name)
         except NotFound:
@@ -160,7 +160,7 @@ class Samplers:
         self._usage.add(name, weights.size_bytes)
         # Only now may the model's previous weights be evicted.
         self._unnamed[name] = str(model_id)
-        if isinstance(weights, WeightsSnapshot) and weights.lora is not None:
+        if isinstance(weights, WeightsCopy) and weights.lora is not None:
             self._adapters.add(name)
         await self._evict_to_fit()
 
