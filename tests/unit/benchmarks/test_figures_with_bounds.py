@@ -130,7 +130,7 @@ def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ca
         absent = dict.fromkeys(field.name for field in fields(made))
         given = {
             "dialect": SimpleNamespace(client=SimpleNamespace(url=URL)),
-            "trainer": SimpleNamespace(snapshot=lambda model: model),
+            "trainer": SimpleNamespace(copy_weights=lambda model: model),
             "runner": runner,
             "versions": ("base", "one", "two"),
         }

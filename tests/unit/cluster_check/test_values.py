@@ -47,8 +47,8 @@ def test_values_that_helm_accepts_have_no_faults(case: Path) -> None:
         ),
         ({"replicas": 2}, "did you mean apiServer.replicas or operator.replicas?"),
         (
-            {"telemetry": {"url": "x"}},
-            "telemetry: the chart of this release has no such value; remove it, or use the charts"
+            {"spans": {"url": "x"}},
+            "spans: the chart of this release has no such value; remove it, or use the charts"
             " of the release that the file was written for",
         ),
         ({"apiServer": {"replicas": "two"}}, 'apiServer.replicas: expected integer, got "two"'),
