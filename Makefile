@@ -43,7 +43,7 @@ help: ## list these targets
 install: .venv/.installed ## install everything except CUDA libraries that CPU wheels do not need
 
 .venv/.installed: tools/install.sh $(PYTHON_FILES)
-	@echo "The first installation loads torch, some gigabytes" >&2
+	@test -d .venv || echo "The first installation loads torch, some gigabytes" >&2
 	@tools/install.sh --all-groups
 	@touch $@
 	@echo "Installed" >&2

@@ -19,7 +19,7 @@ uv=.uv/bin/uv
 if [ ! -x "$uv" ] || [ "$("$uv" --version | cut -d' ' -f2)" != "$UV_VERSION" ]; then
   echo "Installing uv $UV_VERSION into .uv ..." >&2
   "$python" -m venv .uv
-  .uv/bin/python -m pip install --quiet --require-hashes --requirement tools/uv-requirements.txt
+  .uv/bin/python -m pip install --disable-pip-version-check --require-hashes --requirement tools/uv-requirements.txt
 fi
 
 locked_torch=$(sed -n '/^name = "torch"$/{n;s/version = "\(.*\)"/\1/p}' uv.lock)

@@ -100,7 +100,7 @@ print(*sys.modules)
 
     assert re.fullmatch(r"tinkercloud [0-9.]+", printed)
     ours = {name for name in loaded.split() if name.startswith("tinkercloud")}
-    small = {"entry", "lasting_objects", "version_line"}
+    small = {"entry", "lasting_objects", "process_start", "version_line"}
     assert ours == {"tinkercloud_api", *(f"tinkercloud_api.{name}" for name in small)}
     slow = {"aiohttp", "fastapi", "kubernetes", "pydantic", "rich", "sqlalchemy", "torch", "typer"}
     assert set(loaded.split()) & slow == set()

@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 from collections import deque
+from contextlib import suppress
 from datetime import timedelta
 from typing import Annotated, Any
 
@@ -46,6 +47,8 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Json,
     Watch,
+    Yes,
+    confirm,
     fail,
     read_settings,
     request,
@@ -55,6 +58,7 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.commands.runs import export_command, top_command
+from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.version_line import version_line
@@ -136,6 +140,9 @@ def serve(
         if not name:
             fail(f"--model {entry!r}: expected NAME=FOLDER or NAME")
         models[name] = where or name
+        # `doctor`, and a server that is started with these settings again, may run elsewhere.
+        with suppress(PlaceError):
+            models[name] = absolute(models[name])
     for entry in alias or []:
         other, _, name = entry.partition("=")
         if not other or not name:
@@ -388,8 +395,16 @@ def show_session(
 
 
 @sessions_app.command("delete")
-def delete_session(session: str, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+def delete_session(
+    session: str, api_key: ApiKey, base_url: BaseUrl = None, *, yes: Yes = False
+) -> None:
     """End a session and free its resources. Its checkpoints are kept."""
+    if not yes:
+        found = request("GET", base_url, api_key, f"session_usage/{session}")
+        runs = sum(model["state"] != "deleted" for model in found["models"])
+        named = f" ({found['name']})" if found["name"] else ""
+        question = f"End session {session}{named} of {found['owner']} with its runs ({runs})?"
+        confirm(question, skipped=False)
     request("DELETE", base_url, api_key, f"sessions/{session}")
 
 

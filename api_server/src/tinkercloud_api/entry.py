@@ -3,6 +3,7 @@
 import os
 import sys
 
+import tinkercloud_api.process_start  # noqa: F401 - notes the time
 from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.version_line import version_line
 

@@ -132,7 +132,8 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
         tinkercloud(server, "sessions", *page, **user).stdout
         for page in (["list"], ["show", session])
     ]
-    tinkercloud(server, "sessions", "delete", session, **user)
+    unasked = tinkercloud(server, "sessions", "delete", session, **user)
+    tinkercloud(server, "sessions", "delete", session, "--yes", **user)
     afterwards = tinkercloud(server, "sessions", "list", **user).stdout
 
     (row,) = listed
@@ -145,6 +146,8 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
         for text in (session, "cli-sessions", "live", "in memory", "iB"):
             assert text in page
     assert training.model_id in pages[1]
+    assert unasked.returncode == 1
+    assert f"End session {session} of cli-sessions with its runs (1)? [y/N]" in unasked.stderr
     assert "ended" in afterwards
     answer = server.post("session_heartbeat", {"session_id": session}, key=key)
     assert answer.status == 410
@@ -164,11 +167,8 @@ def test_a_rejected_key_is_reported(server: Server) -> None:
     assert "401" in result.stderr
 
 
-def test_the_doctor_finds_no_problem_with_a_running_server(
-    server: Server, model_folder: Path
-) -> None:
-    models = json.dumps({MODEL: str(model_folder)})
-    result = tinkercloud(server, "doctor", "--json", TINKERCLOUD_MODELS=models)
+def test_the_doctor_finds_no_problem_with_a_running_server_and_its_models(server: Server) -> None:
+    result = tinkercloud(server, "doctor", "--json")
     findings = {row["check"]: row["result"] for row in json.loads(result.stdout)}
 
     assert result.returncode == 0, result.stdout

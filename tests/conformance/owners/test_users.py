@@ -84,11 +84,12 @@ def test_what_a_disabled_owner_has_made_stays(server: Server) -> None:
     with server.client(key) as client:
         training = client.create_lora_training_client("tiny/llama", rank=4).result()
         path = training.save_state("kept").result().path
-    server.command("users", "disable", "on-leave")
+    said = server.command("users", "disable", "on-leave")
     run = f"/api/v1/training_runs/{training.model_id}"
     seen = [server.request("GET", run).status, server.request("GET", run, key=key).status]
     server.command("users", "enable", "on-leave")
 
+    assert said == "on-leave is disabled: no server accepts its keys any more\n"
     assert seen == [200, 401]
     checkpoints = server.rest(key).list_checkpoints(training.model_id).result().checkpoints
     assert [each.tinker_path for each in checkpoints] == [path]

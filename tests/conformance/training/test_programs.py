@@ -163,9 +163,12 @@ def test_a_program_has_a_key_of_its_own_until_it_ends_and_none_of_the_servers_se
 
     program = run_file(own_server, tmp_path, source, "--steps", "3")
 
+    to = ("--base-url", own_server.url, "--api-key", API_KEY)
+    followed = own_server.command("programs", "logs", program["program_id"], "--follow", *to)
     ended = wait_for(own_server, program, lambda now: now["phase"] not in IS_RUNNING)
     assert ended["phase"] == "Succeeded"
-    found = json.loads(logs(own_server, program).strip())
+    assert followed == logs(own_server, program)
+    found = json.loads(followed)
     key = found["TINKER_API_KEY"]
     assert found["args"] == ["--steps", "3"]
     assert found["TINKER_BASE_URL"] == own_server.url

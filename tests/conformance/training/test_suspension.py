@@ -59,6 +59,10 @@ def test_training_continues_unchanged_through_a_restart(
 
     restart(own_server)
 
+    session = training.holder.get_session_id()
+    usage = own_server.request("GET", f"/api/v1/session_usage/{session}").json()
+    (model,) = [each for each in usage["models"] if each["model_id"] == training.model_id]
+    assert (model["state"], model["step"], model["memory_bytes"]) == ("suspended", 2, 0)
     losses += [step(training) for _ in range(2)]
     restart(own_server)
     losses += [step(training)]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -17,9 +18,19 @@ from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from tinkercloud_api.cli import app
-from tinkercloud_api.commands import audit_commands, run_commands, usage_commands
+from tinkercloud_api.commands import (
+    audit_commands,
+    program_commands,
+    run_commands,
+    usage_commands,
+)
 from tinkercloud_api.commands.common import shared
-from tinkercloud_api.commands.common.progress import CopyProgress, StateProgress, waiting
+from tinkercloud_api.commands.common.progress import (
+    CopyProgress,
+    StateProgress,
+    note_output,
+    waiting,
+)
 from tinkercloud_api.config.readable import binary_size, moment
 
 ONLY_CHANGE = {
@@ -135,6 +146,32 @@ def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert terminal.written.endswith("\n")
 
 
+def test_short_waits_in_a_row_are_not_silent_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 1.0)
+    note_output()
+    for part in range(4):
+        with waiting(f"waiting for part {part}"):
+            time.sleep(0.5)
+
+    assert "waiting for part" in capsys.readouterr().err
+
+
+def test_the_time_of_imports_counts_as_silence_of_a_command() -> None:
+    code = """
+import time, tinkercloud_api.process_start
+time.sleep(1)
+from tinkercloud_api.commands.common import progress
+progress._LINE_SECONDS = 1.0
+progress.CopyProgress("copied", None)(1024)
+"""
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ran.stderr == "copied 1.0 KiB\n"
+
+
 def test_a_short_wait_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with waiting("waiting for the server"):
         pass
@@ -235,6 +272,29 @@ def test_fields_of_a_run_do_not_control_the_terminal(monkeypatch: pytest.MonkeyP
 
     lines = [f"{name}: {SHOWN}" for name in ("owner", "name", "model", "reason")]
     assert set(lines) <= set(shown.stdout.splitlines())
+
+
+def test_an_empty_audit_log_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
+    checked = CliRunner().invoke(app, ["audit", "verify", "--state-dir", str(tmp_path)])
+
+    assert checked.exit_code == 0
+    assert "warning: no row is in this catalog; if your server uses another" in checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("seen", "newest", "added"),
+    [
+        ("", "one\n", "one\n"),
+        ("one\n", "one\n", ""),
+        ("one\n", "one\ntwo\n", "two\n"),
+        ("a" * 100 + "b" * 100, "\ufffd" + "a" * 50 + "b" * 100 + "c", "c"),
+        ("a" * 100, "b" * 100, "b" * 100),
+    ],
+)
+def test_following_an_output_prints_each_part_of_it_once(
+    seen: str, newest: str, added: str
+) -> None:
+    assert program_commands.added_output(seen, newest) == added
 
 
 def test_an_audit_log_of_others_does_not_control_the_terminal(tmp_path: Path) -> None:

@@ -14,17 +14,29 @@ from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
 from tinkercloud_protocol.heads.journal_files import has_journal, manifest_path
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.training_requests import OptimStepRequest
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.envelope import TrainingEnvelope
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, StateLost, Unavailable
-from tinkercloud_testing.serving.bare_heads import MODEL, SPEC, WHOLE, Head, a_head
+from tinkercloud_testing.serving.bare_heads import (
+    MODEL,
+    SPEC,
+    WHOLE,
+    Head,
+    a_head,
+    described,
+    train,
+    until,
+)
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.head.model.live_model import LiveModel
+from tinkercloud_worker.head.model.operations import Operations
 from tinkercloud_worker.head.order import requests
 from tinkercloud_worker.journal.folder import JournalFolder, Segment
 
@@ -301,6 +313,39 @@ async def test_repeated_requests_are_neither_counted_nor_charged_again(tmp_path:
         await head.confirmed()
         await head.answer(3)
         assert trained_tokens(head) > 0
+
+
+async def test_a_head_says_how_many_requests_it_has_repeated_until_all_have_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        await train(head, 1, 4)
+
+    monkeypatch.setattr("tinkercloud_worker.head.durable.recovery._PROGRESS_SECONDS", 0.01)
+    step, is_reached, may_end = Operations.optim_step, asyncio.Event(), asyncio.Event()
+
+    async def halted(operations: Operations, request: OptimStepRequest) -> Any:
+        is_reached.set()
+        await may_end.wait()
+        return await step(operations, request)
+
+    monkeypatch.setattr(Operations, "optim_step", halted)
+    with (
+        capture_logs() as logged,
+        a_head(root, tmp_path, "g2", journals=journals) as head,
+    ):
+        await head.resume("g1")
+        await is_reached.wait()
+        said = "repeating what the run's last session head had accepted: 1 of 4 requests done"
+        repeating = described(head)
+        assert (repeating.queue_state, repeating.queue_reason) == ("waiting", said)
+        assert head.service.why_waiting(f"{MODEL}:4") == ("active", said)
+        await until(lambda: any(each.get("progress") == said for each in logged))
+        may_end.set()
+        await head.answer(4)
+        assert described(head).queue_reason is None
 
 
 def trained_tokens(head: Head) -> int:

@@ -17,7 +17,7 @@ from tinkercloud_api.catalog.schema.connection import (
     open_database,
 )
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.config import state_folder
+from tinkercloud_api.config import added_models, server_settings, state_folder
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_http_client import open_client
@@ -36,6 +36,7 @@ _LOW_DISK_BYTES = 5 << 30
 
 async def examine(settings: Settings) -> list[CheckResult]:
     """Run all checks. They create the state folder if it is missing, and change nothing else."""
+    settings = _with_served_models(settings)
     on_cluster = settings.provider == "kubernetes"
     findings = [_state_dir(settings), _disk(settings)]
     findings += [machine_checks.disk_speed(settings.state_dir), machine_checks.packages()]
@@ -49,6 +50,17 @@ async def examine(settings: Settings) -> list[CheckResult]:
     findings += [_model(name, where) for name, where in settings.models.items()]
     findings.append(await _server(settings))
     return findings
+
+
+def _with_served_models(settings: Settings) -> Settings:
+    """Add the models that the running server of the state folder was started with, or was given."""
+    file = settings.state_dir / server_settings.FILE
+    if state_folder.running_server(settings.state_dir) is None or not file.is_file():
+        return settings
+    served = server_settings.models(file.read_text())
+    with contextlib.suppress(added_models.AddedModelsError):
+        served |= added_models.read(settings.state_dir)
+    return settings.model_copy(update={"models": {**served, **settings.models}})
 
 
 def _state_dir(settings: Settings) -> CheckResult:

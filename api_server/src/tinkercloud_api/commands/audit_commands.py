@@ -150,6 +150,9 @@ def verify_audit(
     else:
         typer.echo(f"rows: {verdict.entries} checked, {verdict.removed} removed by retention")
         say_line(f"newest: {newest}")
+        if not verdict.entries + verdict.removed:
+            where = file or "this catalog; if your server uses another one, name its --state-dir"
+            say_line(f"warning: no row is in {where}", err=True)
         for fault in verdict.faults:
             say_line(f"broken: {fault}", err=True)
     if verdict.faults:

@@ -1,12 +1,15 @@
 """`tinkercloud programs`: running, listing, observing and stopping programs of a running server."""
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from tinkercloud_api.commands.common.progress import note_output
 from tinkercloud_api.commands.common.shared import (
+    WATCH_SECONDS,
     ApiKey,
     BaseUrl,
     Json,
@@ -17,6 +20,9 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+
+_OVERLAP = 80
+"""Characters by which two readings of the output of a program are joined."""
 
 app = typer.Typer(help="Manage the programs of a running server.", no_args_is_help=True)
 
@@ -141,11 +147,54 @@ def show_program(
 
 @app.command("logs")
 def show_logs(
-    program: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+    program: str,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print more until the program ends, or Ctrl-C.")
+    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the newest output of a program."""
-    answer = request("GET", base_url, api_key, f"programs/{program}/logs")
-    typer.echo(json.dumps(answer) if as_json else answer["text"], nl=as_json)
+    path = f"programs/{program}/logs"
+    if not follow:
+        answer = request("GET", base_url, api_key, path)
+        typer.echo(json.dumps(answer) if as_json else answer["text"], nl=as_json)
+        return
+    if as_json:
+        raise typer.BadParameter("not together with --json", param_hint="--follow")
+    seen, is_over = "", False
+    try:
+        while not is_over:
+            # Asked before its output is read, which then is all of a program that has ended.
+            phase = request("GET", base_url, api_key, f"programs/{program}")["phase"]
+            is_over = phase not in {"Pending", "Running"}
+            newest = request("GET", base_url, api_key, path)["text"]
+            typer.echo(added_output(seen, newest), nl=False)
+            note_output()
+            seen = newest
+            time.sleep(0.0 if is_over else WATCH_SECONDS)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+
+
+def added_output(seen: str, newest: str) -> str:
+    """Return what the output of a program has after what was seen of it.
+
+    Args:
+        seen: the end of the output at an earlier time.
+        newest: its end now, which is returned as a whole if it begins later than `seen` ends.
+    """
+    # A character that the limit of the server has cut is replaced.
+    newest = newest.removeprefix("\ufffd")
+    sought = newest[: min(_OVERLAP, len(seen))]
+    start = seen.find(sought)
+    while start >= 0:
+        if newest.startswith(rest := seen[start:]):
+            return newest.removeprefix(rest)
+        start = seen.find(sought, start + 1)
+    return newest
 
 
 @app.command("stop")

@@ -13,7 +13,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     check_owner,
     with_catalog,
 )
-from tinkercloud_api.commands.common.shared import Json, fail, show
+from tinkercloud_api.commands.common.shared import Json, fail, say_line, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ def set_role(
     change = Change("user_role_set", ["users", "set-role", name, role], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
         fail(_unknown(name))
+    say_line(f"role of {name}: {limit or 'that of each key'}")
 
 
 @app.command("disable")
@@ -139,6 +140,7 @@ def disable_user(name: Name, state_dir: StateDir = None) -> None:
         state_dir, change, lambda catalog: catalog.set_disabled(name, datetime.now(UTC))
     ):
         fail(_unknown(name))
+    say_line(f"{name} is disabled: no server accepts its keys any more")
 
 
 @app.command("enable")
@@ -147,6 +149,7 @@ def enable_user(name: Name, state_dir: StateDir = None) -> None:
     change = Change("user_enable", ["users", "enable", name], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
         fail(_unknown(name))
+    say_line(f"{name} is enabled: servers accept its keys again")
 
 
 def _unknown(name: str) -> str:

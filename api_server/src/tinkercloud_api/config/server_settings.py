@@ -60,6 +60,11 @@ def checkpoint_root(text: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def models(text: str) -> dict[str, str]:
+    """Return the setting `models` in a text of `render`."""
+    return dict(tomllib.loads(text).get("models", {}))
+
+
 def _secrets(model: BaseModel) -> Iterator[str]:
     """Yield the names of the secrets that are set, such as `downloads.signing_key`."""
     for name in sorted(model.model_fields_set):

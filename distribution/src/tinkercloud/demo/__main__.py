@@ -20,6 +20,7 @@ from tinker import types
 from tinkercloud.demo import local_server
 from tinkercloud.demo.pig_latin import PROBES, PigLatin, pig_latin
 from tinkercloud.demo.policy_gradient import GROUP_SIZE, PolicyGradient
+from tinkercloud_api.commands.common.progress import note_output, waiting
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -52,9 +53,11 @@ def watch(title: str, label: str, values: Iterator[float], steps: int) -> list[f
     )
     seen: list[float] = []
     if not console.is_terminal:
-        for value in values:
-            seen.append(value)
-            print(f"  {title} {len(seen)}/{steps}: {label} {value:.3f}", flush=True)
+        with waiting(title):
+            for value in values:
+                seen.append(value)
+                print(f"  {title} {len(seen)}/{steps}: {label} {value:.3f}", flush=True)
+                note_output()
         return seen
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(title, total=steps, value="")
@@ -67,9 +70,11 @@ def watch(title: str, label: str, values: Iterator[float], steps: int) -> list[f
 def supervised(run: PigLatin) -> None:
     """Teach the model pig latin, or exit if it does not learn it."""
     console.rule("1. Supervised fine-tuning: pig latin")
-    before = run.answers()
+    with waiting("asking the model"):
+        before = run.answers()
     watch("training", "loss", run.train(SUPERVISED_STEPS), SUPERVISED_STEPS)
-    after = run.answers()
+    with waiting("asking the model again"):
+        after = run.answers()
     for word in PROBES:
         console.print(f"  {word}: {before[word]!r} -> {after[word]!r} (wanted {pig_latin(word)!r})")
     if run.losses[-1] > 0.5 * run.losses[0] or after["banana"] != pig_latin("banana"):
@@ -86,6 +91,7 @@ def policy_gradient(run: PolicyGradient) -> None:
         sys.exit("The reward did not rise.")
 
 
+@waiting(f"taking {RESUMED_STEPS} steps")
 def step_losses(training: tinker.TrainingClient, data: list[types.Datum]) -> list[float]:
     """Return the losses of a few more steps."""
     losses = []
@@ -99,18 +105,23 @@ def step_losses(training: tinker.TrainingClient, data: list[types.Datum]) -> lis
 def resume(run: PigLatin, options: Options) -> tuple[list[float], list[float]]:
     """Return the losses of steps after a save: without a restart, and resumed after one."""
     console.rule("3. Save, restart the server, resume")
-    path = run.training.save_state("demo", overwrite=True).result().path
+    with waiting("saving"):
+        path = run.training.save_state("demo", overwrite=True).result().path
     console.print(f"  saved {path}")
     uninterrupted = step_losses(run.training, run.data)
     console.print("  restarting the server")
-    if not local_server.restart(options.url, options.state_dir):
+    with waiting("restarting the server"):
+        is_restarted = local_server.restart(options.url, options.state_dir)
+    if not is_restarted:
         console.print(
             f"  no restart: the server at {options.url} does not use the state folder"
             f" {options.state_dir}; the run resumes as a new one"
         )
     console.print("  resuming, as soon as the server has loaded its model")
-    training = tinker.ServiceClient().create_training_client_from_state_with_optimizer(path)
-    resumed = step_losses(training.result(), run.data)
+    with waiting("resuming"):
+        client = tinker.ServiceClient()
+        training = client.create_training_client_from_state_with_optimizer(path).result()
+    resumed = step_losses(training, run.data)
     for one, other in zip(uninterrupted, resumed, strict=True):
         console.print(f"  loss of the first run {one!r}, resumed {other!r}")
     if resumed != uninterrupted:
@@ -136,9 +147,9 @@ def plot(
     console.print(f"Plot: {file}")
 
 
-def check_model(client: tinker.ServiceClient, model: str) -> None:
+def check_model(model: str) -> None:
     """Exit if the server does not serve the model."""
-    served = client.create_rest_client().get_server_capabilities().result().supported_models
+    served = tinker.RestClient().get_server_capabilities().result().supported_models
     names = [each.model_name for each in served if each.model_name is not None]
     if model not in names:
         sys.exit(
@@ -160,16 +171,19 @@ def parsed() -> Options:
 def main() -> None:
     """Run the three examples."""
     options = parsed()
-    local_server.wait_until_healthy(options.url)
-    local_server.ensure_key(options.state_dir)
-    client = tinker.ServiceClient()
-    check_model(client, options.model)
-    pig = PigLatin(client, options.model)
+    with waiting("looking for the server and its model"):
+        local_server.wait_until_healthy(options.url)
+        local_server.ensure_key(options.state_dir)
+        check_model(options.model)
+    with waiting("creating a training run"):
+        client = tinker.ServiceClient()
+        pig = PigLatin(client, options.model)
     if link := local_server.console_link(pig.training.model_id):
         # A link with a line break inside is of no use.
         console.print(f"Watch it learn: {link}", soft_wrap=True)
     supervised(pig)
-    policy = PolicyGradient(client, options.model)
+    with waiting("creating another training run"):
+        policy = PolicyGradient(client, options.model)
     policy_gradient(policy)
     plot(pig, policy, resume(pig, options), options.plot)
 

@@ -210,8 +210,9 @@ class ModelUsage(Answer):
     model_id: str
     base_model: str
     state: Literal["in memory", "suspended", "deleted", "unknown"]
-    """`suspended`: in the store until it is requested again. `unknown`: not held by any head that
-    this server shares among runs; it is in a Kubernetes session, or was lost with its head."""
+    """`suspended`: in the store, or a journal on disk, until it is requested again. `unknown`: not
+    held by any head that this server shares among runs; it is in a Kubernetes session, or was lost
+    with its head."""
     memory_bytes: int | None
     """None if unknown."""
     step: int | None = None

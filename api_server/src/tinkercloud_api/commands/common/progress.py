@@ -1,7 +1,7 @@
 """Shows on standard error what a command does, how far it is, and what it waits for.
 
-In a terminal that is one line that changes, elsewhere a line every few seconds. What takes less
-time shows nothing.
+In a terminal that is one line that changes, elsewhere a line every few seconds. Those are counted
+from what the command showed last, or from the start of its process.
 """
 
 import sys
@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from tinkercloud_api.config.readable import binary_size, printable
+from tinkercloud_api.process_start import STARTED_AT
 
 _LINE_SECONDS = 5.0
 _TERMINAL_SECONDS = 0.2
@@ -18,6 +20,9 @@ _TERMINAL_SECONDS = 0.2
 
 class _Line:
     """The line of a terminal that changes, or lines of their own."""
+
+    shown_at: ClassVar[float] = STARTED_AT
+    """When the command last showed something, by the monotonic clock; at first its start."""
 
     def __init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
@@ -29,11 +34,22 @@ class _Line:
         shown = printable(text)
         sys.stderr.write(f"\r\x1b[K{shown}" if self._is_terminal else f"{shown}\n")
         sys.stderr.flush()
+        note_output()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the command has shown nothing for as long as a text stays."""
+        return time.monotonic() - _Line.shown_at >= self.pause
 
     def end(self) -> None:
         """Let what is printed next begin on a new line."""
         if self._is_terminal:
             sys.stderr.write("\n")
+
+
+def note_output() -> None:
+    """Note that the command has just shown something, so that no line is needed for a while."""
+    _Line.shown_at = time.monotonic()
 
 
 class CopyProgress:
@@ -49,14 +65,12 @@ class CopyProgress:
         self._verb, self._total = verb, total
         self._done = 0
         self._line = _Line()
-        self._shown_at = time.monotonic()
 
     def __call__(self, size: int) -> None:
         """Count some more bytes."""
         self._done += size
-        if time.monotonic() - self._shown_at >= self._line.pause:
+        if self._line.is_due:
             self._show()
-            self._shown_at = time.monotonic()
 
     def finish(self) -> None:
         """Show the whole."""
@@ -77,17 +91,17 @@ class StateProgress:
 
     def __init__(self) -> None:
         self._line = _Line()
-        self._shown_at = float("-inf")
+        self._has_shown = False
 
     def __call__(self, text: str) -> None:
         """Show a state, unless another one was shown just now."""
-        if time.monotonic() - self._shown_at >= self._line.pause:
+        if not self._has_shown or self._line.is_due:
             self._line.show(text)
-            self._shown_at = time.monotonic()
+            self._has_shown = True
 
     def finish(self) -> None:
         """Let what is printed next begin on a new line."""
-        if self._shown_at > float("-inf"):
+        if self._has_shown:
             self._line.end()
 
 
@@ -102,13 +116,13 @@ def waiting(what: str) -> Iterator[None]:
 
     def run() -> None:
         # The first line comes late even in a terminal: most waits are short.
-        if ended.wait(_LINE_SECONDS):
-            return
-        while True:
-            line.show(f"{what}, for {time.monotonic() - began:.0f} s")
-            if ended.wait(line.pause):
-                line.end()
-                return
+        pause, has_shown = _LINE_SECONDS, False
+        while not ended.wait(max(_Line.shown_at + pause - time.monotonic(), _TERMINAL_SECONDS)):
+            if (now := time.monotonic()) >= _Line.shown_at + pause:
+                line.show(f"{what}, for {now - began:.0f} s")
+                pause, has_shown = line.pause, True
+        if has_shown:
+            line.end()
 
     shown = threading.Thread(target=run, daemon=True)
     shown.start()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.progress import CopyProgress, note_output, waiting
 from tinkercloud_api.config.readable import printable
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
     needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
     Console(width=max(Console().width, needed)).print(table)
+    note_output()
 
 
 def say_line(text: str, *, err: bool = False) -> None:
@@ -109,6 +110,7 @@ def say_line(text: str, *, err: bool = False) -> None:
         err: whether to print it on standard error.
     """
     typer.echo(printable(text), err=err)
+    note_output()
 
 
 def say(sentence: str, content: object, *, as_json: bool) -> None:
@@ -134,6 +136,7 @@ def confirm(question: str, *, skipped: bool) -> None:
         fail("there is no terminal to ask in; use --yes")
     if not agreed:
         raise typer.Abort
+    note_output()
 
 
 def watch(draw: Callable[[], None], *, again: bool) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tinkercloud_api.commands.common.progress import waiting
 from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, say
 from tinkercloud_api.commands.run_commands import RunArgument, path_of
 
@@ -103,7 +104,8 @@ def export_run(
         run = str(ModelId.parse(run))
     except InvalidRequest as error:
         fail(f"RUN: {error.message}")
-    client = _imported(to)
+    with waiting(f"loading {to}"):
+        client = _imported(to)
     # Earlier exports are deleted by this id, so the one from the command line is used, not the
     # one in the response.
     details = request("GET", base_url, api_key, path_of(run)) | {"run_id": run}
@@ -112,13 +114,14 @@ def export_run(
         fail(
             f"run {run} has no point yet: it took no optimizer step, and its client logged nothing"
         )
-    if to == "mlflow":
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            tracking_uri = f"sqlite:///{folder.absolute()}/mlflow.db"
-        place = _to_mlflow(client, details, points, tracking_uri, project)
-    else:
-        place = _to_wandb(client, details, points, folder or Path(), project)
+    with waiting(f"writing {len(points)} points to {to}"):
+        if to == "mlflow":
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                tracking_uri = f"sqlite:///{folder.absolute()}/mlflow.db"
+            place = _to_mlflow(client, details, points, tracking_uri, project)
+        else:
+            place = _to_wandb(client, details, points, folder or Path(), project)
     say(place, {"place": place, "points": len(points)}, as_json=as_json)
 
 

@@ -46,6 +46,13 @@ async def _usage(session_ids: Sequence[str], server: Server) -> list[SessionUsag
     sessions = await server.catalog.sessions_named(session_ids)
     runs = await server.catalog.runs_of_sessions(session_ids)
     held = await server.shared_heads.models()
+    unheld = [run for run in runs if run.deleted_at is None and run.id not in held]
+    places = zip(unheld, await server.runs.states.of(unheld), strict=True)
+    held = held | {
+        run.id: HeldModel(model_id=run.id, is_suspended=True, step=place.step)
+        for run, place in places
+        if place.state in {"suspended", "on disk"}
+    }
     return [
         _describe(session, [run for run in runs if run.session_id == session.id], held)
         for session in sessions

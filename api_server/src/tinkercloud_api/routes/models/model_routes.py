@@ -90,8 +90,9 @@ async def create_model(
         await server.programs.check_rlve(rlve, _requested_id(request), base_model, caller)
     key = http.headers.get(routes.IDEMPOTENCY_HEADER)
     request_id = await server.direct_sessions.create_model(request, caller, key)
-    log.info("training run created", request_id=request_id, base_model=base_model.name)
     model_id = request_id.rpartition(":")[0]
+    # Its head may still refuse it, and logs that it has created it.
+    log.info("training run requested", model_id=model_id, base_model=base_model.name)
     if rlve is not None:
         await server.programs.run_rlve(rlve, model_id, base_model.name, caller)
     session_id = model_id.partition(":")[0]

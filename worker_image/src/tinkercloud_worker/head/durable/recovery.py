@@ -25,6 +25,9 @@ from tinkercloud_worker.head.order.queued_request import Operation
 
 log = structlog.get_logger(__name__)
 
+_PROGRESS_SECONDS = 5.0
+"""Time between two lines of the log that say how many requests were repeated."""
+
 Resumed = tuple[LiveModel, list[SampleRequest]]
 """A model, and the sampling requests to restart."""
 
@@ -80,7 +83,7 @@ class Recovery:
 
     def _await_samplers(self, model: LiveModel) -> None:
         """Make samples of sessions that are published again wait until that has happened."""
-        repeating = asyncio.create_task(model.queue.run_after_accepted(_do_nothing))
+        repeating = asyncio.create_task(_repeat(model))
         sessions = published_sessions(model.model_id, model.queue.snapshot().waiting)
         for session_id in sessions:
             self.suspension.samplers.record_owner(session_id, model.spec.owner)
@@ -188,6 +191,19 @@ async def _create_again(model: LiveModel) -> Result:
             # Such as too little memory. The journal has the run: nothing may replace that.
             model.lacks_journal = error.message
         raise
+
+
+async def _repeat(model: LiveModel) -> None:
+    """Return once a model has run the requests so far; log how many until then.
+
+    Raises:
+        Unavailable: its queue was closed.
+    """
+    repeating = asyncio.ensure_future(model.queue.run_after_accepted(_do_nothing))
+    while not (await asyncio.wait({repeating}, timeout=_PROGRESS_SECONDS))[0]:
+        if (progress := model.queue.repetition) is not None:
+            log.info("continuing from the journal", model_id=str(model.model_id), progress=progress)
+    await repeating
 
 
 async def _do_nothing() -> None:

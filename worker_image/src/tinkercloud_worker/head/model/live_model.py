@@ -152,7 +152,7 @@ class LiveModel:
         if state == "paused_rate_limit":
             return "paused_rate_limit", reason
         if not sequencer.is_stuck:
-            reason = self.operations.engine.why_waiting()
+            reason = self.operations.engine.why_waiting() or self.queue.repetition
         return ("running" if reason is None else "waiting"), reason
 
     async def quiesce(self) -> None:

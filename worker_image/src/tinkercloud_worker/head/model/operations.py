@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import structlog
+
 from tinkercloud_protocol.heads.autosave import AutosaveConfig
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
@@ -43,6 +45,8 @@ from tinkercloud_worker.head.model.session_losses import SessionLosses
 from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.head.wire.request_times import count_tokens
 from tinkercloud_worker.training import external_weights
+
+log = structlog.get_logger(__name__)
 
 NOT_CREATED = "the model has not been created yet"
 """Why a new model accepts no requests (`Operations.refused`)."""
@@ -108,6 +112,7 @@ class Operations:
         if saved is not None:
             await self._import_first(saved)
         self._refused = None
+        log.info("training run created", model_id=self._name)
         answer: dict[str, object] = {"model_id": self._name}
         if spec.restore_from is not None:
             answer["path"] = spec.restore_from

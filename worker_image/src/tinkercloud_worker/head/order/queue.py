@@ -171,6 +171,8 @@ class ModelQueue:
         self._queued: dict[int, QueuedRequest] = {}
         self._repeated: set[int] = set()
         """Numbers of requests that another head had accepted, and that have not run here."""
+        self._to_repeat = range(0)
+        """The lowest to the highest of these numbers, before any had run."""
         self._unnumbered = WorkBetween()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
@@ -341,13 +343,24 @@ class ModelQueue:
             waits = self._token_limits.why_waiting(self._owner)
             waits = waits or self._results.backlog(self._owner)
             return "paused_rate_limit", f"request {name} is paused: {waits}"
-        if seq_id not in self._queued:
-            return "active", None
-        if sequencer.is_stuck:
+        if sequencer.is_stuck and seq_id in self._queued:
             return "active", self._awaited.why_waiting(name)
+        if self.repetition is not None or seq_id not in self._queued:
+            return "active", self.repetition
         return (
             "active",
             f"{seq_id - sequencer.next_seq_id} earlier requests of this model run first",
+        )
+
+    @property
+    def repetition(self) -> str | None:
+        """How many requests that another head had accepted have run here; None if all have."""
+        num_done = max(self.sequencer.next_seq_id - self._to_repeat.start, 0)
+        if num_done >= len(self._to_repeat):
+            return None
+        return (
+            f"repeating what the run's last session head had accepted: {num_done} of"
+            f" {len(self._to_repeat)} requests done"
         )
 
     @property
@@ -370,6 +383,8 @@ class ModelQueue:
             self.sequencer.admit(waiting.seq_id, waiting.digest, waiting.size)
             self._enter(waiting)
             self._repeated.add(waiting.seq_id)
+        if self._repeated:
+            self._to_repeat = range(min(self._repeated), max(self._repeated) + 1)
 
     def close(self, reason: str) -> None:
         """Stop; requests that have not run fail with this reason."""
