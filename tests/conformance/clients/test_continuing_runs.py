@@ -370,7 +370,8 @@ def test_the_curve_of_a_run_continues_after_its_head_was_killed(server: Server) 
     client.process.kill()
     runs(server, "stop", client.run, "--yes")
     assert len(curve(server, client.run)) == 3
-    listed = json.loads(printed(server, "list", "--json"))
+    # Those of other tests that have not ended come first.
+    listed = json.loads(printed(server, "list", "--json", "--limit", "100"))
     assert [(each["state"], each["step"]) for each in listed if each["run_id"] == client.run] == [
         ("ended", 3)
     ]
