@@ -74,7 +74,7 @@ def plan_model(
         plan_files.serving if serve else plan_files.training_only if train_only else plan_files.plan
     )
     try:
-        with waiting(f"reading config.json of {model} from the hub"):
+        with waiting(f"reading config.json of {model}"):
             plan = plans(model, wanted)
         manifest = plan_files.manifest(plan, model) if as_json else None
     except plan_files.CannotPlan as error:

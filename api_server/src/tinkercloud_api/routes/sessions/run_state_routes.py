@@ -209,8 +209,13 @@ async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
     found = await server.catalog.sessions_named([row.session_id for row in rows])
     sessions, moment = {session.id: session for session in found}, now()
     places = await server.runs.states.of(rows)
-    ended = [row.id for row, place in zip(rows, places, strict=True) if place.state == "ended"]
-    steps = await server.points.last_steps(ended) if ended else {}
+    # No head says anything of these.
+    absent = [
+        row.id
+        for row, place in zip(rows, places, strict=True)
+        if place.state in {"ended", "on disk"}
+    ]
+    steps = await server.points.last_steps(absent) if absent else {}
     return [
         _info(
             row,

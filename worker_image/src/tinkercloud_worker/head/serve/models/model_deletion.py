@@ -77,7 +77,10 @@ class ModelDeletion:
             if ending is not None:
                 await asyncio.wait({ending})
             if model is not None:
-                model.queue.close(f"model {name} was deleted")
+                model.queue.close(
+                    f"model {name} was deleted: its run was stopped, or its session ended;"
+                    f" `tinkercloud runs show {name}` says by whom, and where it can continue"
+                )
                 self.results.abandon(name)
                 await model.operations.delete()
                 _in_background = self.spawn(self.autosaver.discard(model))
