@@ -211,6 +211,15 @@ def test_a_grammar_is_compiled_once_for_requests_that_repeat_it() -> None:
     assert grammars.compile(rule, TEXT, [EOS_TOKEN_ID], [3]) is first
 
 
+def test_the_refusal_of_a_schema_names_the_field_of_each_request() -> None:
+    grammars, impossible = Grammars(), {"type": "string", "pattern": "(?=a)b"}
+
+    for field in ("response_format", "output_config", "response_format"):
+        rule = AnswerRule(json_schema=impossible, json_field=field)
+        with pytest.raises(InvalidRequest, match=f"^{field}: "):
+            grammars.compile(rule, TEXT, [EOS_TOKEN_ID], PROMPT)
+
+
 class Answering(InferenceClient):
     """A SGLang server with one answer, in the shape of its source."""
 

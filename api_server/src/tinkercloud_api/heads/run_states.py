@@ -9,7 +9,7 @@ from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.heads.shared_heads import SharedHeads
-from tinkercloud_api.providers.base import SessionProvider
+from tinkercloud_api.providers.base import Placement, SessionProvider
 from tinkercloud_protocol.heads.journal_files import has_journal
 from tinkercloud_protocol.heads.launch import HeldModel
 from tinkercloud_protocol.responses.run_states import RunState
@@ -97,5 +97,13 @@ class RunStates:
             or await self.checkpoints.suspended.is_unsaved(row.id, generation, unsaved)
             or await self.checkpoints.journals.has(row.id, generation)
         ):
-            return Whereabouts("on disk", "its next request continues it where it was")
+            return self._on_disk(placement)
         return Whereabouts("lost", _LOST)
+
+    def _on_disk(self, placement: Placement) -> Whereabouts:
+        """Return what is known of a run that the next process of its head continues."""
+        continues = "its next request continues it where it was"
+        waits = self.provider.pending(placement)
+        if waits.queue_state == "active" or waits.reason is None:
+            return Whereabouts("on disk", continues)
+        return Whereabouts("on disk", f"{waits.reason}; {continues}", "waiting", waits.reason)

@@ -37,8 +37,9 @@ class RunInfo(Answer):
     step: int | None = None
     """Number of optimizer steps taken, of an ended run as last reported; None if no running head,
     saved state or report has it."""
-    unsaved_steps: int = 0
-    """Number of changes, mostly optimizer steps, that are in no checkpoint."""
+    unsaved_steps: int | None = 0
+    """Number of changes, mostly optimizer steps, that are in no checkpoint; None if a run is
+    on a disk, whose journal is not counted."""
     tokens_per_minute: float = 0.0
     """Trained and sampled tokens of the last minute."""
     queue_state: str = "idle"

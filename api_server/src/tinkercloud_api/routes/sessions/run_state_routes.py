@@ -239,7 +239,7 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         state=place.state,
         reason=_why_ended(row, session) if place.state == "ended" else place.reason,
         step=place.step,
-        unsaved_steps=held.unsaved_steps if held is not None else 0,
+        unsaved_steps=held.unsaved_steps if held is not None else _unsaved(place),
         tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,
         queue_state=place.queue_state,
         queue_reason=place.queue_reason,
@@ -249,6 +249,11 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         last_seen_at=max(row.last_request_at, session.last_heartbeat_at),
         is_connected=session.finished_at is None and session.last_heartbeat_at >= moment - LIVE,
     )
+
+
+def _unsaved(place: Whereabouts) -> int | None:
+    """Return the unsaved steps of a run that no head holds; those on a disk are not counted."""
+    return None if place.state == "on disk" else 0
 
 
 def _why_ended(row: TrainingRun, session: Session) -> str:

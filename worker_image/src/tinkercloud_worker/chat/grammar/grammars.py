@@ -128,8 +128,9 @@ class Grammars:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._kept: OrderedDict[str, Grammar | str] = OrderedDict()
-        """Compiled grammars, or why they can't be compiled, by their source."""
+        self._kept: OrderedDict[tuple[tuple[str, ...], str], Grammar | str] = OrderedDict()
+        """Compiled grammars, or why they can't be compiled, by the fields of the request, which
+        errors name, and their source."""
 
     def compile(
         self, rule: AnswerRule, text: ChatText, ends: Collection[int], prompt: Sequence[int]
@@ -149,9 +150,10 @@ class Grammars:
         schemas = schemas_of(rule)
         field = schemas[0][0]
         source = text.source(rule, prompt)
+        key = (tuple(place for place, _ in schemas), source)
         with self._lock:
-            if (known := self._kept.get(source)) is not None:
-                self._kept.move_to_end(source)
+            if (known := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
                 if isinstance(known, str):
                     raise InvalidRequest(known)
                 return known
@@ -161,15 +163,15 @@ class Grammars:
         try:
             template = _template(tokenizer, source, schemas)
         except InvalidRequest as error:
-            self._keep(source, error.message)
+            self._keep(key, error.message)
             raise
         grammar = Grammar(source, rule.is_needed, field, template, text.num_tokens)
-        self._keep(source, grammar)
+        self._keep(key, grammar)
         return grammar
 
-    def _keep(self, source: str, compiled: Grammar | str) -> None:
+    def _keep(self, key: tuple[tuple[str, ...], str], compiled: Grammar | str) -> None:
         with self._lock:
-            self._kept[source] = compiled
+            self._kept[key] = compiled
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
 
