@@ -1,6 +1,6 @@
 """Heartbeats while many requests wait and many clients train, with a tiny model.
 
-A client whose heartbeats are late loses its session, so that they must pass whatever else happens.
+Sessions whose heartbeats are late expire, so heartbeats must not queue behind other requests.
 """
 
 import asyncio

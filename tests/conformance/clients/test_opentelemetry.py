@@ -1,4 +1,4 @@
-"""Requests are spans of an OpenTelemetry collector, if there is one and whatever it does."""
+"""Spans for an OpenTelemetry collector: complete if it responds, harmless if it does not."""
 
 import re
 import secrets

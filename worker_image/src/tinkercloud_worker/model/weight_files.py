@@ -47,7 +47,7 @@ class OtherFormat(UnreadableWeights):
 def share_weights(folder: Path) -> None:
     """Give the weight files of a new model folder the mode of its config.json.
 
-    safetensors writes files that only their owner may read, whatever the umask is.
+    safetensors ignores the umask and writes files with mode 0600.
     """
     mode = (folder / "config.json").stat().st_mode
     for file in folder.glob("*.safetensors"):
