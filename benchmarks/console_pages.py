@@ -15,8 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -58,25 +58,36 @@ def main() -> None:
 async def measure(folder: Path, runs: int, points: int) -> dict[str, Any]:
     """Return the milliseconds of each page, and the tables that its statements read whole."""
     file = folder / "catalog.db"
-    await fill(file, runs, points)
+    await fill(f"sqlite+aiosqlite:///{file}", runs, points)
+    async with logged_in(Settings(state_dir=folder)) as client:
+        pages = {path: await page(client, path, file) for path in paths(runs)}
+    return {"runs": runs, "points": runs * points, "pages": pages}
+
+
+def paths(runs: int) -> Iterable[str]:
+    """Return the paths of the pages of a catalog with so many runs."""
+    one, two = run_id(runs - 1), run_id(runs - 2)
+    lists = ("runs", "problems", "usage", "models", "programs", "projects", "users", "account")
+    return (
+        *(f"/console/{name}" for name in lists),
+        "/console/runs?search=s9",
+        "/console/users/bootstrap",
+        f"/console/runs/{one}",
+        f"/console/runs/{one}/surplus_checkpoints?keep=1",
+        f"/console/compare?run={one}&run={two}",
+    )
+
+
+@asynccontextmanager
+async def logged_in(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """Yield an admin's client of the console of a server with these settings."""
     key = new_key()
-    settings = Settings(state_dir=folder, bootstrap_key=SecretStr(key))
-    pages = {}
+    settings = settings.model_copy(update={"bootstrap_key": SecretStr(key)})
     async with started(Application(settings, OneHead())) as app:
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
             await log_in(client, key)
-            one, two = run_id(runs - 1), run_id(runs - 2)
-            for path in (
-                "/console/runs",
-                "/console/runs?search=s9",
-                f"/console/runs/{one}",
-                f"/console/compare?run={one}&run={two}",
-                "/console/problems",
-                "/console/usage",
-            ):
-                pages[path] = await page(client, path, file)
-    return {"runs": runs, "points": runs * points, "pages": pages}
+            yield client
 
 
 async def log_in(client: httpx.AsyncClient, key: str) -> None:
@@ -144,9 +155,9 @@ def run_id(number: int) -> str:
     return f"s{number // RUNS_OF_A_SESSION}:train:{number % RUNS_OF_A_SESSION}"
 
 
-async def fill(file: Path, runs: int, points: int) -> None:
-    """Create a catalog with so many runs."""
-    engine = open_database(f"sqlite+aiosqlite:///{file}")
+async def fill(url: str, runs: int, points: int) -> None:
+    """Create a catalog with so many runs in an empty database."""
+    engine = open_database(url)
     await migrate(engine)
     now = datetime.now(UTC)
     rows: list[tuple[Any, Callable[[int], list[dict[str, Any]]]]] = [

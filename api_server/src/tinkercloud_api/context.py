@@ -12,6 +12,7 @@ from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.access.project_rights import Projects
 from tinkercloud_api.catalog.runs.logged_values import LoggedValues
 from tinkercloud_api.catalog.runs.run_points import RunPoints
+from tinkercloud_api.catalog.runs.sample_texts import SampleTexts
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
@@ -22,6 +23,7 @@ from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
+from tinkercloud_api.heads.sampled_runs import SampledRuns
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.runs.base_models import BaseModels
@@ -69,6 +71,8 @@ class Context:
     usage: UsageLedger
     points: RunPoints
     logged: LoggedValues
+    samples: SampleTexts
+    sampled_runs: SampledRuns
     sampler_clients: SamplerClients
     custom_losses: CustomLosses
     tenants: Tenants

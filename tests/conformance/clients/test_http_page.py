@@ -26,7 +26,7 @@ CALLS = {
     *("sessions", "create_model", "get_info", "get_tokenizer", "retrieve_future"),
     *("cleanup_futures", "forward_backward", "forward", "optim_step", "save_weights"),
     *("save_weights_for_sampler", "load_weights", "weights_info", "sample", "asample"),
-    *("create_sampling_client", "runs", "problems", "delete_model", "usage"),
+    *("create_sampling_client", "runs", "problems", "delete_model", "usage", "users"),
 }
 """Calls that the page must have an example of."""
 

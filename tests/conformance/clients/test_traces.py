@@ -8,6 +8,8 @@ import pytest
 import tinker
 from tinker import types
 
+from tinkercloud_api.routes.sessions.traces import trace_of
+from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_testing.clients.sdk_clients import sampling_session_of
 from tinkercloud_testing.clients.sdk_steps import step
 from tinkercloud_testing.harness.perfetto import opened_by_perfetto
@@ -73,6 +75,33 @@ def test_perfetto_shows_the_wait_and_the_execution_of_each_request(
     assert 8 + 3 * 2 < values["total tokens"][-1] <= 8 + 3 * 5
     # Overlapping spans are drawn in different rows: none is taken for a part of another.
     assert {span["depth"] for span in spans} == {0}
+
+
+def test_perfetto_shows_where_the_limits_of_its_owner_paused_a_request() -> None:
+    times = {"accepted": 10.0, "started": 14.0, "finished": 15.0}
+    spans = [
+        Span(target="s:train:0", name="forward_backward", request="req_1", **times, paused=3.0),
+        # A head that counts more than the wait.
+        Span(target="s:sample:0", name="sample", **times, paused=99.0),
+        Span(target="s:train:1", name="forward_backward", **times),
+    ]
+
+    with opened_by_perfetto(trace_of(spans)) as trace:
+        faults = trace.query("SELECT name FROM stats WHERE severity != 'info' AND value > 0")
+        events = trace.query(
+            "INCLUDE PERFETTO MODULE slices.with_context;"
+            " SELECT process_name, ts, dur,"
+            " EXTRACT_ARG(arg_set_id, 'args.paused_seconds') AS paused,"
+            " EXTRACT_ARG(arg_set_id, 'args.request_id') AS request"
+            " FROM process_slice WHERE name = 'rate limit' ORDER BY ts DESC"
+        )
+
+    assert faults == []
+    assert [(each["process_name"], each["dur"], each["paused"]) for each in events] == [
+        ("s:train:0", 0, 3.0),
+        ("s:sample:0", 0, 4.0),
+    ]
+    assert [(each["ts"], each["request"]) for each in events] == [(11e9, "req_1"), (10e9, None)]
 
 
 def test_a_trace_is_its_owners(server: Server, client: tinker.ServiceClient) -> None:

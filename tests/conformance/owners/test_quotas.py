@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import tinker
@@ -106,6 +107,20 @@ def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
     reasons = paused(seen, "paused_rate_limit")
     assert "limits.tokensPerMinute of tenant 'slow' is 6000" in reasons[0]
     assert "starts in" in reasons[0]
+    check_pauses(limited, training)
+
+
+def check_pauses(limited: Server, training: tinker.TrainingClient) -> None:
+    """Check that of the requests of a run, only the second has waited for tokens."""
+    timeline = limited.request("GET", f"/api/v1/runs/{training.model_id}/timeline").json()
+    trained = [each for each in timeline["requests"] if each["target"] == training.model_id]
+    pauses = {each["request_id"]: each["paused_seconds"] for each in trained}
+    assert [pause > 0 for pause in pauses.values()] == [False, False, True, False]
+    url = limited.rest().export_session_trace(training.holder.get_session_id()).result()
+    events = limited.request("GET", urlsplit(url).path).json()["traceEvents"]
+    args = [event["args"] for event in events if event["name"] == "rate limit"]
+    (pause,) = [each for each in args if each["request_id"] in pauses]
+    assert pause["paused_seconds"] == pauses[pause["request_id"]]
 
 
 def test_over_the_storage_limit_of_a_tenant_new_checkpoints_are_refused_and_training_continues(

@@ -15,12 +15,15 @@ def test_all_options_are_read() -> None:
         "tinkercloud.dev/priority": "high",
         "tinkercloud.dev/idle-timeout": "600",
         "tinkercloud.dev/idle-action": "delete",
+        "tinkercloud.dev/keep-samples": "True",
         "somebody-elses": "business",
     }
 
     options = SessionOptions.read(metadata)
 
-    assert options == SessionOptions("declared", "research", "high", 600, "Delete")
+    assert options == SessionOptions(
+        "declared", "research", "high", 600, "Delete", keep_samples=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,7 @@ def test_all_options_are_read() -> None:
         ("tinkercloud.dev/idle-timeout", "10m", "whole number of seconds from 60"),
         ("tinkercloud.dev/idle-timeout", "59", "whole number of seconds from 60"),
         ("tinkercloud.dev/idle-action", "explode", "expected 'suspend' or 'delete'"),
+        ("tinkercloud.dev/keep-samples", "1", "expected 'true' or 'false'"),
     ],
 )
 def test_invalid_options_are_rejected_by_name(key: str, value: str, message: str) -> None:

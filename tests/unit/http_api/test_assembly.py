@@ -102,6 +102,7 @@ CLOSING: list[Noted] = [
 TASKS = {
     "_run_housekeeping",
     "_care_for_heads",
+    "SampledRuns.follow",
     "Deliveries._deliver_leftovers",
     "Programs._write_changes",
 }
@@ -167,9 +168,12 @@ async def test_a_running_server_takes_all_periodic_steps(
     assert cared[: len(CARE_FOR_HEADS)] == named(CARE_FOR_HEADS)
     assert len(assembly.HOUSEKEEPING) == len(HOUSEKEEPING)
     assert len(assembly.CARE_FOR_HEADS) == len(CARE_FOR_HEADS)
-    assert {"housekeeping", "care for heads", "follow ended runs"} == {
-        task.name for task in assembly.TASKS
-    }
+    assert {
+        "housekeeping",
+        "care for heads",
+        "follow ended runs",
+        "notify heads whose samples are kept",
+    } == {task.name for task in assembly.TASKS}
 
 
 def with_logins(folder: Path) -> Settings:

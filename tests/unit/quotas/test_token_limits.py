@@ -100,6 +100,21 @@ async def test_a_live_change_of_the_limit_keeps_what_was_used() -> None:
     assert found.has_room("ada")
 
 
+async def test_a_sample_knows_how_long_it_had_to_wait() -> None:
+    clock = Clock()
+    found = TokenLimits(clock)
+    found.set(limits(60))
+    assert await found.turn("ada", 6000) == 0
+    assert await found.turn("grace", 6000) == 0
+
+    waiting = [asyncio.create_task(found.turn("ada", 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    clock.now += 5
+    found.set(limits(None))
+
+    assert await asyncio.gather(*waiting) == [5, 5]
+
+
 async def test_tokens_that_a_sample_did_not_need_are_returned() -> None:
     found = TokenLimits(Clock())
     found.set(limits(600))

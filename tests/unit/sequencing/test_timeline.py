@@ -2,7 +2,12 @@
 
 from prometheus_client import REGISTRY
 
-from tinkercloud_worker.head.wire.request_times import MAX_ALL_SPANS, MAX_SPANS, SpanRecorder
+from tinkercloud_worker.head.wire.request_times import (
+    MAX_ALL_SPANS,
+    MAX_SPANS,
+    SpanRecorder,
+    count_pause,
+)
 
 
 async def test_the_spans_of_all_sessions_are_bounded_and_the_latest_sessions_keep_theirs() -> None:
@@ -33,6 +38,19 @@ async def test_the_times_of_a_batch_count_for_its_request_whatever_its_format() 
         await SpanRecorder().timed("s:train:0", name, "me", work)()
 
     assert counted() == before + 2
+
+
+async def test_a_pause_is_a_part_of_the_wait_also_if_the_request_finds_it_when_it_runs() -> None:
+    times = iter([1.0, 4.0, 9.0])
+    recorder = SpanRecorder(lambda: next(times))
+
+    async def work() -> None:
+        count_pause(2.0)
+
+    await recorder.timed("s:train:0", "sample", "me", work, lambda: 0.5)()
+
+    (span,) = recorder.of_session("s")
+    assert (span.accepted, span.started, span.finished, span.paused) == (1.0, 6.0, 9.0, 2.5)
 
 
 async def test_the_waits_of_an_owner_are_counted_apart() -> None:

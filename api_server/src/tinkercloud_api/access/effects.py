@@ -31,6 +31,8 @@ READS = Effect(is_mutation=False)
 WORKS = Effect(is_mutation=True)
 """They train, sample or report. They are too many for the audit log; the ledger of usage counts
 what they compute."""
+READS_OF_ADMINS = Effect(is_mutation=False, needs_admin=True)
+"""They return what only admins may see."""
 UNKNOWN = Effect(is_mutation=True, event="unknown_request")
 """No route serves them: they might do anything."""
 
@@ -53,7 +55,10 @@ def administers(event: str) -> Effect:
 
 
 def declares(effect: Effect) -> Callable[[EndpointT], EndpointT]:
-    """Declare what the requests of an endpoint do. GET requests need no declaration: they read."""
+    """Declare what the requests of an endpoint do.
+
+    GET requests read, and need a declaration only if they are `READS_OF_ADMINS`.
+    """
 
     def declare(endpoint: EndpointT) -> EndpointT:
         vars(endpoint)[_EFFECT] = effect
@@ -73,7 +78,10 @@ def names_no_object(endpoint: EndpointT) -> EndpointT:
 
 def declared(method: str, endpoint: Callable[..., Any]) -> Effect | None:
     """Return what the requests of a method do at an endpoint; None if that is not declared."""
-    return READS if method in SAFE_METHODS else getattr(endpoint, _EFFECT, None)
+    found: Effect | None = getattr(endpoint, _EFFECT, None)
+    if method in SAFE_METHODS:
+        return found if found is READS_OF_ADMINS else READS
+    return found
 
 
 def names_object(endpoint: Callable[..., Any]) -> bool:

@@ -9,6 +9,6 @@ class Role(StrEnum):
     USER = "user"
     """Everything with its owner's objects."""
     ADMIN = "admin"
-    """Also read and delete the objects of all owners."""
+    """Also read and delete the objects of all owners, and manage users and their keys."""
     READ_ONLY = "read-only"
     """Only read its owner's objects."""

@@ -33,7 +33,9 @@ _COLUMNS = [
 ]
 _CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
 _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
-_TIMELINE_COLUMNS = ["accepted", "request", "waited s", "ran s", "tokens", "of", "request id"]
+_TIMELINE_COLUMNS = [
+    *("accepted", "request", "waited s", "paused s", "ran s", "tokens", "of", "request id")
+]
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
@@ -252,6 +254,7 @@ def _request_row(found: dict[str, Any]) -> dict[str, object]:
         "accepted": found["accepted_at"],
         "request": found["name"],
         "waited s": f"{found['wait_seconds']:.3f}",
+        "paused s": f"{found.get('paused_seconds', 0.0):.3f}",
         "ran s": f"{found['run_seconds']:.3f}",
         "tokens": found["tokens"],
         "of": found["target"],

@@ -69,11 +69,11 @@ def show_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) 
     """Show an owner's keys, their last use, and the owner's projects."""
 
     async def read(catalog: "Catalog") -> dict[str, Any] | None:
-        found = [user for user in await catalog.users() if user.name == name]
-        if not found:
+        user = await catalog.user_summary(name)
+        if user is None:
             return None
         keys, projects = await catalog.keys_of(name), await catalog.memberships(name)
-        return {"user": found[0], "keys": keys, "projects": projects}
+        return {"user": user, "keys": keys, "projects": projects}
 
     found = with_catalog(state_dir, read)
     if found is None:

@@ -190,7 +190,7 @@ class Settings(BaseSettings):
     audit_days: Annotated[int, Field(ge=1, le=3650)] = 90
     """How long, in days, entries of the audit log are kept."""
     curve_days: Annotated[int, Field(ge=1, le=3650)] = 365
-    """How long, in days, the curve of a run is kept after its last request."""
+    """How long, in days, the curve of a run and its samples are kept after its last request."""
     orphan_grace_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long, in seconds, session heads keep running after their server is killed. A server that
     starts within this time takes over the heads and their models."""

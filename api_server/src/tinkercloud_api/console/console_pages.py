@@ -23,6 +23,7 @@ from tinkercloud_api.console.pages import (
     Sent,
     Session,
     address_of,
+    check_confirmed,
     follow_up,
     form_of,
     lead_to,
@@ -33,7 +34,12 @@ from tinkercloud_api.console.pages import (
 )
 from tinkercloud_api.console.run_curves import compared, shown_curve
 from tinkercloud_api.context import Context, Server
-from tinkercloud_api.routes.sessions import problem_routes, run_state_routes, traces
+from tinkercloud_api.routes.sessions import (
+    problem_routes,
+    run_state_routes,
+    sample_text_routes,
+    traces,
+)
 from tinkercloud_api.web.session_cookie import forget_session, set_session
 from tinkercloud_protocol.responses.run_states import RunTimeline
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unauthenticated
@@ -193,6 +199,7 @@ async def show_run(
     row = await server.catalog.run(run_id)
     checkpoints = await checkpoint_pages.listed(run, server)
     timeline = await traces.show_timeline(run_id, server, session.caller)
+    samples = await sample_text_routes.show_samples(run_id, server, session.caller)
 
     # Some milliseconds for all that a run can have.
     shown = await asyncio.to_thread(shown_curve, curve, *steps)
@@ -208,6 +215,8 @@ async def show_run(
         checkpoints=checkpoints,
         timeline=timeline,
         longest=_longest(timeline),
+        samples=samples,
+        most_samples=sample_text_routes.MAX_SAMPLES,
         follow=follow,
         twin=f"runs/{segment(run_id)}/curve",
         command=f"tinkercloud runs curve {run_id} --watch",
@@ -241,6 +250,24 @@ async def save_run(run_id: str, server: Server, session: Session) -> Response:
     wanted = run_state_routes.SaveRun()
     await run_state_routes.save_run(run_id, wanted, server, session.caller)
     return lead_to(f"runs/{segment(run_id)}")
+
+
+@router.post("/runs/{run_id}/samples")
+@declares(changes("run_samples_keep"))
+async def keep_samples(run_id: str, sent: Sent, server: Server, session: Session) -> Response:
+    """Keep the text of some samples of a run, or of no further ones, and show it again."""
+    wanted = sample_text_routes.KeepSamples(keep=sent.get("keep") == "yes")
+    await sample_text_routes.keep_samples(run_id, wanted, server, session.caller)
+    return lead_to(f"runs/{segment(run_id)}#samples")
+
+
+@router.post("/runs/{run_id}/samples/delete")
+@declares(changes("run_samples_delete"))
+async def delete_samples(run_id: str, sent: Sent, server: Server, session: Session) -> Response:
+    """Delete the samples of a run that were kept, and keep no further ones."""
+    check_confirmed(sent)
+    await sample_text_routes.delete_samples(run_id, server, session.caller)
+    return lead_to(f"runs/{segment(run_id)}#samples")
 
 
 @router.get("/compare")

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from tinkercloud_api.catalog.runs.run_points import RunPoints
+from tinkercloud_api.catalog.runs.sample_texts import SampleTexts
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
 from tinkercloud_api.providers.base import HeadReport
+from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 
 
@@ -14,6 +16,7 @@ class HeadReports:
 
     usage: UsageLedger
     points: RunPoints
+    samples: SampleTexts
 
     async def record(self, report: HeadReport) -> None:
         """Record a report. It may be repeated, and late.
@@ -23,5 +26,7 @@ class HeadReports:
         """
         if isinstance(report, CurveReport):
             await self.points.record(report)
+        elif isinstance(report, SampleReport):
+            await self.samples.record(report)
         else:
             await self.usage.record(report)

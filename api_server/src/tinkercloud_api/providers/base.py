@@ -8,13 +8,14 @@ from typing import Protocol
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
 from tinkercloud_protocol.responses.listings import PoolUse
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
-HeadReport = UsageReport | CurveReport
+HeadReport = UsageReport | CurveReport | SampleReport
 RecordReport = Callable[[HeadReport], Awaitable[None]]
 """Records a report of a head, which may be repeated. Raises Unavailable if it can't."""
 
@@ -100,7 +101,7 @@ class SessionProvider(Protocol):
         """Find running heads and start watching them. If it fails, it ends what it started.
 
         Args:
-            record_report: called with each report of what a head has used or trained.
+            record_report: called with each report of what a head has used, trained or sampled.
         """
 
     async def stop(self) -> None:

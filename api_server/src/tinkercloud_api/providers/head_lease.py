@@ -32,8 +32,8 @@ async def hold_lease(
     Args:
         client: sends the request.
         endpoint: of the head.
-        record_report: called with each report of usage or of a curve, again if the catalog does not
-            respond.
+        record_report: called with each report of usage, a curve or samples, again if the catalog
+            does not respond.
         note_durability: called when the head says which of its models are durable.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Options that SDK users may set for a run's pods: tags and metadata under `tinkercloud.dev/`.
+"""Options that SDK users may set for a run: tags and metadata under `tinkercloud.dev/`.
 
     TINKER_TAGS=tinkercloud.dev/queue=research,tinkercloud.dev/idle-timeout=7200
     create_lora_training_client(..., user_metadata={"tinkercloud.dev/session": "declared-in-git"})
@@ -19,6 +19,8 @@ PREFIX = f"{GROUP}/"
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _IDLE_SECONDS = (60, 31_536_000)
 _IDLE_ACTIONS = {"suspend": "Suspend", "delete": "Delete"}
+_FLAGS = {"true": True, "false": False}
+_KEEP_SAMPLES = "keep-samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class SessionOptions:
     """Idle timeout in seconds."""
     idle_action: str | None = None
     """Action after the idle timeout: `Suspend` or `Delete`."""
+    keep_samples: bool | None = None
+    """Whether the text of some samples is kept; not about pods."""
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> "SessionOptions":
@@ -55,8 +59,9 @@ class SessionOptions:
         return cls(**chosen)
 
     def set_keys(self) -> list[str]:
-        """Return the keys of the options that are set."""
-        chosen = [name for name in _READERS if getattr(self, name.replace("-", "_")) is not None]
+        """Return the keys of the options for pods that are set."""
+        for_pods = [name for name in _READERS if name != _KEEP_SAMPLES]
+        chosen = [name for name in for_pods if getattr(self, name.replace("-", "_")) is not None]
         return [PREFIX + name for name in chosen]
 
 
@@ -113,10 +118,17 @@ def _idle_action(key: str, value: str) -> str:
     return _IDLE_ACTIONS[value.lower()]
 
 
+def _flag(key: str, value: str) -> bool:
+    if value.lower() not in _FLAGS:
+        raise InvalidRequest(f"{key}: got {value[:80]!r}; expected 'true' or 'false'")
+    return _FLAGS[value.lower()]
+
+
 _READERS: Mapping[str, Callable[[str, str], str | int]] = {
     "session": _object_name,
     "queue": _object_name,
     "priority": _object_name,
     "idle-timeout": _seconds,
     "idle-action": _idle_action,
+    _KEEP_SAMPLES: _flag,
 }

@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 import structlog
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.catalog.schema.tables import EXPIRED, Session, TrainingRun
+from tinkercloud_api.catalog.schema.tables import EXPIRED, Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
@@ -131,9 +131,8 @@ class TrainingRuns:
         metadata = (user_metadata or {}) | collect_options(
             session.tags, session.user_metadata, user_metadata
         )
-        wanted = Placement(
-            str(model_id), principal.owner, base_model, spec, SessionOptions.read(metadata)
-        )
+        options = SessionOptions.read(metadata)
+        wanted = Placement(str(model_id), principal.owner, base_model, spec, options)
         admitted = await self.provider.admit(wanted)
         if admitted.restore_from not in {None, spec.restore_from}:
             path = CheckpointPath.parse(admitted.restore_from)
@@ -146,6 +145,7 @@ class TrainingRuns:
             base_model=base_model,
             spec=content,
             user_metadata=metadata or None,
+            keeps_samples_since=now() if options.keep_samples else None,
         )
         row = await self.catalog.add_run(new)
         if (row.base_model, row.spec) != (base_model, content):

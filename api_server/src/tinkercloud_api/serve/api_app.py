@@ -36,6 +36,7 @@ from tinkercloud_api.catalog.runs.admission import RunQuotas
 from tinkercloud_api.catalog.runs.logged_values import LoggedValues
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.runs.run_points import RunPoints
+from tinkercloud_api.catalog.runs.sample_texts import SampleTexts
 from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
@@ -52,6 +53,7 @@ from tinkercloud_api.console import (
     playground_pages,
     program_pages,
     usage_pages,
+    user_pages,
 )
 from tinkercloud_api.context import Context
 from tinkercloud_api.heads.activity import Activity
@@ -60,6 +62,7 @@ from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.proxy import Proxy
 from tinkercloud_api.heads.run_admission import RunAdmission
 from tinkercloud_api.heads.run_states import RunStates
+from tinkercloud_api.heads.sampled_runs import SampledRuns
 from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.login import login_pages
 from tinkercloud_api.providers.base import SessionProvider
@@ -76,6 +79,7 @@ from tinkercloud_api.routes.account import (
     project_routes,
     session_usage,
     usage_routes,
+    user_routes,
 )
 from tinkercloud_api.routes.checkpoints import (
     checkpoint_search,
@@ -95,6 +99,7 @@ from tinkercloud_api.routes.sessions import (
     problem_routes,
     program_routes,
     run_state_routes,
+    sample_text_routes,
     session_routes,
     session_search_routes,
     traces,
@@ -127,12 +132,12 @@ _ROUTED = (
     *(session_usage, usage_routes, model_routes, unloading, tokenizers),
     base_model_routes,
     *(result_routes, download_routes, importing, loss_routes, audit_routes, billing_routes),
-    *(traces, project_routes),
+    *(traces, project_routes, user_routes),
     *(checkpoint_search, surplus_routes),
     *(console_pages, checkpoint_pages, account_pages, program_pages, usage_pages),
-    *(model_pages, playground_pages),
+    *(model_pages, playground_pages, user_pages),
     problem_routes,
-    *(run_routes, run_state_routes, program_routes, key_routes, hub_mirror),
+    *(run_routes, run_state_routes, sample_text_routes, program_routes, key_routes, hub_mirror),
 )
 """Modules with the routes that FastAPI serves. No request fits two of them; they are compared with
 each request in this order, so that the most frequent ones come first."""
@@ -233,6 +238,7 @@ async def _components(
         settings, provider, engine=engine, catalog=catalog, authenticator=authenticator, url=own_url
     )
     shared_heads = _shared_heads(settings, catalog, provider, activity, client)
+    samples = SampleTexts(engine)
     training_runs = TrainingRuns(catalog, provider, checkpoints, locator, programs.halt_models)
     context = Context(
         settings=settings,
@@ -260,6 +266,8 @@ async def _components(
         usage=UsageLedger(engine),
         points=RunPoints(engine),
         logged=LoggedValues(engine),
+        samples=samples,
+        sampled_runs=SampledRuns(samples, provider, locator.calls),
         sampler_clients=SamplerClients(engine),
         custom_losses=CustomLosses(objects, training_runs),
         billing=Billing(engine),

@@ -191,6 +191,7 @@ TASKS: tuple[Step[Server], ...] = (
     Step("housekeeping", _run_housekeeping),
     Step("care for heads", _care_for_heads),
     Step("follow ended runs", lambda s: s.admission.follow()),
+    Step("notify heads whose samples are kept", lambda s: s.context.sampled_runs.follow()),
 )
 """What runs as long as the server, alongside the requests. Components have tasks of their own."""
 
@@ -213,7 +214,8 @@ async def _serve_metrics(server: Server) -> None:
 
 async def _start_heads(server: Server) -> None:
     context = server.context
-    await context.provider.start(HeadReports(context.usage, context.points).record)
+    reports = HeadReports(context.usage, context.points, context.samples)
+    await context.provider.start(reports.record)
 
 
 async def _start_deliveries(server: Server) -> None:

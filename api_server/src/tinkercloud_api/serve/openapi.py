@@ -107,7 +107,7 @@ def _complete(row: Row, operation: dict[str, Any]) -> None:
     has_body = "requestBody" in operation
     answers |= statuses(
         *_OF_EVERY_CALL,
-        *(["403"] if row.effect.is_mutation else []),
+        *(["403"] if row.effect.is_mutation or row.effect.needs_admin else []),
         *(["404"] if row.names_object else []),
         *(["413"] if has_body else []),
     )

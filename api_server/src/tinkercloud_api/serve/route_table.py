@@ -13,7 +13,7 @@ from typing import Any
 from starlette.routing import BaseRoute, Route, compile_path
 
 from tinkercloud_api.access import effects
-from tinkercloud_api.access.effects import READS, WORKS, Effect
+from tinkercloud_api.access.effects import READS, READS_OF_ADMINS, WORKS, Effect
 from tinkercloud_api.login import login_pages
 from tinkercloud_api.serve.hot_routes import HOT_ROUTES, JSON, HotRoute
 from tinkercloud_api.transfers import upload_urls
@@ -121,10 +121,13 @@ class Effects:
         """Index the routes of a `table`."""
         self._exact: dict[str, dict[str, Effect]] = {}
         self._patterns: list[tuple[Callable[[str], object], Row]] = []
+        self._admins_only: list[Callable[[str], object]] = []
+        """Match the paths that only admins may read."""
         for row in served:
             if row.method in effects.SAFE_METHODS:
-                continue
-            if "{" not in row.path:
+                if row.effect is READS_OF_ADMINS:
+                    self._admins_only.append(compile_path(row.path)[0].match)
+            elif "{" not in row.path:
                 self._exact.setdefault(row.path, {})[row.method] = row.effect
             elif row.hot is None:
                 self._patterns.append((compile_path(row.path)[0].match, row))
@@ -132,7 +135,8 @@ class Effects:
     def of(self, method: str, path: str, hot: Mapping[str, HotRoute]) -> Effect:
         """Return what a request does; `hot` are the routes outside FastAPI at its path."""
         if method in effects.SAFE_METHODS:
-            return READS
+            is_for_admins = any(matches(path) for matches in self._admins_only)
+            return READS_OF_ADMINS if is_for_admins else READS
         if (found := self._exact.get(path)) is None:
             kept = (each for each in hot.values() if each.method not in effects.SAFE_METHODS)
             found = {each.method: each.effect for each in kept}

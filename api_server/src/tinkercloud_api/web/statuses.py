@@ -13,7 +13,7 @@ _MEANINGS = {
     "304": "What the client has is current.",
     "400": "The request is invalid; repeating it does not help.",
     "401": "The key is missing, unknown or revoked.",
-    "403": "The key is read-only, or its owner may only read the project.",
+    "403": "The key is read-only or not an admin's, or its owner may only read the project.",
     "404": "The object does not exist, or belongs to another owner.",
     "408": "The result is not ready yet; poll again.",
     "410": "Permanently gone: a model with lost state, a discarded result, or an ended session.",

@@ -70,6 +70,12 @@ class ModelSaved(_Message, extra="ignore"):
     """Number of optimizer steps that the state has."""
 
 
+class SampledRuns(_Message):
+    """PUT /sampled_runs: all runs whose owners keep the text of some samples."""
+
+    runs: Sequence[str]
+
+
 class ModelSuspended(_Message, extra="ignore"):
     """Response to POST /suspend_model/<model id>."""
 

@@ -128,6 +128,33 @@ class RunCurve(Answer):
     """What the client has logged with POST runs/{id}/metrics, by name, in the order of steps."""
 
 
+class RunSample(Answer):
+    """A prompt and the answer to it, of which the text was kept."""
+
+    step: int
+    """Number of optimizer steps that the sampled weights had taken."""
+    time: datetime
+    """When its request started."""
+    prompt: str
+    """The end of the prompt, with special tokens."""
+    prompt_tokens_left_out: int
+    """Number of tokens before it that were not kept."""
+    answer: str
+    """The start of the answer, with special tokens."""
+    answer_tokens_left_out: int
+    """Number of tokens after it that were not kept."""
+
+
+class RunSamples(Answer):
+    """GET runs/{id}/samples."""
+
+    run_id: str
+    keep: bool
+    """Whether the text of further samples is kept."""
+    samples: list[RunSample]
+    """The newest first."""
+
+
 class RunRequest(Answer):
     """A request of a run that has finished."""
 
@@ -142,6 +169,9 @@ class RunRequest(Answer):
     """From its acceptance until its turn."""
     run_seconds: float
     """From then until its result was there; of a save, until the state was captured."""
+    paused_seconds: float
+    """The part of `wait_seconds` in which its owner had to retrieve results, or had used the tokens
+    of the minute (`tokensPerMinute`)."""
     tokens: int
     """Tokens that were computed for it."""
 

@@ -58,6 +58,9 @@ class StoredSampler(_Part):
     is_inflight: bool
     lora: LoraConfig | None
     file: str
+    step: int | None = None
+    """Number of optimizer steps that they have taken; None if it is not known, as in states of
+    earlier releases."""
 
 
 class EvictedSampler(_Part):

@@ -11,6 +11,7 @@ from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.custom_losses.processes import LossProcesses
 from tinkercloud_worker.engine.prompt_images import TEXT_ONLY, PromptImages
 from tinkercloud_worker.engine.run_curves import Curves
+from tinkercloud_worker.engine.sampling.kept_samples import KeptSamples
 from tinkercloud_worker.engine.sampling.sampler_interface import EngineScaler, Sampler
 from tinkercloud_worker.engine.trainer import Trainer
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread
@@ -38,6 +39,8 @@ class Backend:
     """Counts what the head computes."""
     curves: Curves = field(default_factory=Curves)
     """What the optimizer steps of its models report."""
+    kept_samples: KeptSamples = field(default_factory=KeptSamples)
+    """Samples of the runs whose owners keep the text of some."""
     text: ChatText | None = None
     """Renders and decodes text; None if the head serves tokens only."""
     spans: SpanRecorder = field(default_factory=SpanRecorder)

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 
-from sqlalchemy import and_, case, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, delete, func, or_, select, union, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from tinkercloud_api.catalog.access.project_rows import GROUP, change_rights
-from tinkercloud_api.catalog.schema.statements import Statements
+from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import ApiKey, ProjectMember, User, UserGroup, now
-from tinkercloud_protocol.wire.errors import Forbidden
+from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,29 @@ MAX_LOGIN_KEYS = 10
 # SQLite would ignore case in a LIKE.
 _IS_OWNER = func.substr(ProjectMember.owner, 1, len(GROUP)) != GROUP
 """Whether a member is an owner, and no group."""
+_NAMES = union(
+    select(User.name.label("name")),
+    select(ApiKey.owner),
+    select(ProjectMember.owner).where(_IS_OWNER),
+).subquery()
+"""The names of all owners that have a key, an entry of their own or a project."""
+
+
+def check_owner_name(field: str, name: str) -> None:
+    """Check that a new owner would not have the name of a group.
+
+    Args:
+        field: what names the owner, for the error message.
+        name: the owner.
+
+    Raises:
+        InvalidRequest: it would.
+    """
+    if name.startswith(GROUP):
+        raise InvalidRequest(
+            f"{field} {name!r}: a name with {GROUP} is that of a group of OpenID accounts, which is"
+            " no owner; choose another name"
+        )
 
 
 class UserStatements(Statements):
@@ -142,21 +165,40 @@ class UserStatements(Statements):
 
     async def users(self) -> Sequence[UserSummary]:
         """Return all owners that have a key, an entry of their own or a project, by name."""
-        moment = now()
-        is_valid = ApiKey.revoked_at.is_(None) & or_(
-            ApiKey.expires_at.is_(None), ApiKey.expires_at > moment
-        )
-        keys = select(
-            ApiKey.owner, func.sum(case((is_valid, 1), else_=0)), func.max(ApiKey.last_used_at)
-        ).group_by(ApiKey.owner)
-        counts = select(ProjectMember.owner, func.count()).where(_IS_OWNER)
-        counts = counts.group_by(ProjectMember.owner)
+        return await self._summaries(select(_NAMES.c.name))
+
+    async def find_users(self, search: str, page: Page) -> tuple[Sequence[UserSummary], int]:
+        """Return a page of the owners whose names contain a text in any case, and their number."""
+        query = select(_NAMES.c.name)
+        if search:
+            name = func.lower(_NAMES.c.name)
+            query = query.where(name.contains(search.lower(), autoescape=True))
         async with self._reading() as db:
-            entries = {row.name: row for row in (await db.scalars(select(User))).all()}
+            total = await db.scalar(select(func.count()).select_from(query.subquery())) or 0
+        ordered = query.order_by(_NAMES.c.name).offset(page.offset).limit(page.limit)
+        return await self._summaries(ordered), total
+
+    async def user_summary(self, name: str) -> UserSummary | None:
+        """Return an owner that has a key, an entry of its own or a project; None if it has none."""
+        found = await self._summaries(select(_NAMES.c.name).where(_NAMES.c.name == name))
+        return found[0] if found else None
+
+    async def _summaries(self, names: Select[str]) -> Sequence[UserSummary]:
+        """Return the owners that a query names, by name."""
+        keys = select(
+            ApiKey.owner, func.sum(case((_is_valid(), 1), else_=0)), func.max(ApiKey.last_used_at)
+        )
+        keys = keys.where(ApiKey.owner.in_(names)).group_by(ApiKey.owner)
+        counts = select(ProjectMember.owner, func.count()).group_by(ProjectMember.owner)
+        counts = counts.where(_IS_OWNER, ProjectMember.owner.in_(names))
+        users = select(User).where(User.name.in_(names))
+        async with self._reading() as db:
+            listed = (await db.scalars(names)).all()
+            entries = {row.name: row for row in (await db.scalars(users)).all()}
             of_keys = {owner: (int(n), used) for owner, n, used in await db.execute(keys)}
             of_projects = {row[0]: int(row[1]) for row in await db.execute(counts)}
         found = []
-        for name in sorted({*entries, *of_keys, *of_projects}):
+        for name in sorted(listed):
             row, (valid, used) = entries.get(name), of_keys.get(name, (0, None))
             found.append(
                 UserSummary(
@@ -176,6 +218,12 @@ class UserStatements(Statements):
         """Return all keys of an owner, oldest first."""
         return await self._all(select(ApiKey).where(ApiKey.owner == owner).order_by(ApiKey.id))
 
+    async def page_of_keys(self, owner: str, page: Page) -> tuple[Sequence[ApiKey], int]:
+        """Return some keys of an owner, valid ones first and then the newest, and their number."""
+        query = select(ApiKey).where(ApiKey.owner == owner)
+        order = case((_is_valid(), 0), else_=1), ApiKey.id.desc()
+        return await self._page(query.order_by(*order), page)
+
     async def _change_user(self, name: str, **values: object) -> bool:
         async with self._writing() as db:
             await change_rights(db)
@@ -187,6 +235,12 @@ class UserStatements(Statements):
             else:
                 await db.execute(update(User).where(User.name == name).values(**values))
         return True
+
+
+def _is_valid() -> ColumnElement[bool]:
+    """Return the condition for keys that are neither revoked nor expired."""
+    lasts = or_(ApiKey.expires_at.is_(None), ApiKey.expires_at > now())
+    return and_(ApiKey.revoked_at.is_(None), lasts)
 
 
 async def _is_known(db: AsyncSession, name: str) -> bool:

@@ -62,6 +62,13 @@ class Counts(Statements):
             rows = (await db.execute(query.where(visible.of(TrainingRun), *_IS_OPEN))).all()
         return {name: count for name, count in rows}  # noqa: C416 - rows are no pairs to mypy
 
+    async def count_open_runs_of(self, owners: Collection[str]) -> Mapping[str, int]:
+        """Return the number of runs that have not ended, by their owner."""
+        query = select(TrainingRun.owner, func.count()).where(TrainingRun.owner.in_(owners))
+        async with self._reading() as db:
+            rows = (await db.execute(query.where(*_IS_OPEN).group_by(TrainingRun.owner))).all()
+        return {name: count for name, count in rows}  # noqa: C416 - rows are no pairs to mypy
+
     async def open_runs(self, base_model: str, limit: int) -> Sequence[TrainingRun]:
         """Return some runs of a base model that have not ended, the last used first."""
         query = select(TrainingRun).where(TrainingRun.base_model == base_model, *_IS_OPEN)

@@ -78,18 +78,20 @@ async def _thin_out(db: AsyncSession, run_id: str, name: str) -> None:
     """Delete what is too much of a name: of each stretch of steps, the last value stays."""
     of_name = (LoggedValue.run_id == run_id, LoggedValue.name == name)
     steps = (await db.scalars(select(LoggedValue.step).where(*of_name))).all()
-    if len(steps) <= MAX_POINTS:
-        return
-    surplus = _surplus(sorted(steps))
-    await db.execute(delete(LoggedValue).where(*of_name, LoggedValue.step.in_(surplus)))
+    too_many = surplus(sorted(steps), MAX_POINTS)
+    if too_many:
+        await db.execute(delete(LoggedValue).where(*of_name, LoggedValue.step.in_(too_many)))
 
 
-def _surplus(steps: Sequence[int]) -> list[int]:
-    """Return which steps to delete, so that stretches of one width have one each."""
-    surplus, width = list[int](), 1
-    while len(steps) - len(surplus) > MAX_POINTS:
+def surplus(steps: Sequence[int], most: int) -> list[int]:
+    """Return which steps to delete, so that stretches of one width have one each, their last.
+
+    Args:
+        steps: in their order.
+        most: how many may stay.
+    """
+    found, width = list[int](), 1
+    while len(steps) - len(found) > most:
         width *= 2
-        surplus = [
-            step for step, following in pairwise(steps) if step // width == following // width
-        ]
-    return surplus
+        found = [step for step, following in pairwise(steps) if step // width == following // width]
+    return found

@@ -13,11 +13,13 @@ from sqlalchemy import delete, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, TrainingRun
+from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, SampleText, TrainingRun
 from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 
 _TABLE = cast("SqlTable", RunPoint.__table__)
 _VALUES = ("steps", "step", "at", "metrics")
+_OF_RUNS = (RunPoint, LoggedValue, SampleText)
+"""What is forgotten together."""
 _MAX_FORGOTTEN = 100
 """Runs whose points one call of `forget` deletes at most."""
 
@@ -81,20 +83,18 @@ class RunPoints(Statements):
             return {row.run_id: row.step for row in await db.execute(newest_points)}
 
     async def forget(self, before: datetime) -> bool:
-        """Delete the points and logged values of some runs without a request since a time.
+        """Delete the points, logged values and samples of some runs without a request since a time.
 
         Returns:
             Whether there were any.
         """
-        kept = [
-            select(each).where(each.run_id == TrainingRun.id) for each in (RunPoint, LoggedValue)
-        ]
+        kept = [select(each).where(each.run_id == TrainingRun.id) for each in _OF_RUNS]
         has_some = or_(*(each.exists() for each in kept))
         old = select(TrainingRun.id).where(TrainingRun.last_request_at < before, has_some)
         chosen = old.limit(_MAX_FORGOTTEN)
         async with self._writing() as db:
             runs = (await db.scalars(chosen)).all()
-            for table in (RunPoint, LoggedValue):
+            for table in _OF_RUNS:
                 await db.execute(delete(table).where(table.run_id.in_(runs)))
         return bool(runs)
 

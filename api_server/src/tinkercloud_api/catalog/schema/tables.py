@@ -237,6 +237,12 @@ class TrainingRun(Table):
             "id",
             "generation",
         ),
+        Index(
+            "training_runs_keeping_samples",
+            "keeps_samples_since",
+            sqlite_where=text("keeps_samples_since IS NOT NULL"),
+            postgresql_where=text("keeps_samples_since IS NOT NULL"),
+        ),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -256,6 +262,8 @@ class TrainingRun(Table):
     deleted_at: Mapped[datetime | None]
     stopped_by: Mapped[str | None]
     """Who stopped it, such as `an administrator`; None if its client or its session ended it."""
+    keeps_samples_since: Mapped[datetime | None]
+    """Since when the text of some samples is kept (`SampleText`); None if it is not kept."""
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
     project: Mapped[str | None] = column_property(_project_of_session(session_id))
@@ -439,6 +447,21 @@ class LoggedValue(Table):
     step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
     value: Mapped[float] = mapped_column(Double)
     at: Mapped[datetime]
+
+
+class SampleText(Table):
+    """The text of a sample of a run, as `kept_samples.KeptSample`."""
+
+    __tablename__ = "sample_texts"
+
+    run_id: Mapped[str] = mapped_column(primary_key=True)
+    step: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    at: Mapped[datetime]
+    prompt: Mapped[str]
+    prompt_tokens_left_out: Mapped[int] = mapped_column(BigInteger)
+    answer: Mapped[str]
+    answer_tokens_left_out: Mapped[int] = mapped_column(BigInteger)
 
 
 class ConsoleToken(Table):

@@ -87,13 +87,13 @@ def check_owner(option: str, name: str) -> None:
         option: the option or argument that names the owner.
         name: the owner.
     """
-    from tinkercloud_api.catalog.access.project_rows import GROUP
+    from tinkercloud_api.catalog.access.user_rows import check_owner_name
+    from tinkercloud_protocol.wire.errors import InvalidRequest
 
-    if name.startswith(GROUP):
-        fail(
-            f"{option} {name!r}: a name with {GROUP} is that of a group of OpenID accounts, which"
-            " is no owner; choose another name"
-        )
+    try:
+        check_owner_name(option, name)
+    except InvalidRequest as error:
+        fail(error.message)
 
 
 def verify_audit_log(state_dir: Path | None, mark: "Mark | None") -> "Verdict":

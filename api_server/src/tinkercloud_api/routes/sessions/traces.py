@@ -104,15 +104,22 @@ def _request(span: Span) -> RunRequest:
         accepted_at=datetime.fromtimestamp(span.accepted, UTC),
         wait_seconds=started - span.accepted,
         run_seconds=max(started, span.finished) - started,
+        paused_seconds=_paused(span),
         tokens=span.tokens,
     )
+
+
+def _paused(span: Span) -> float:
+    """Return how many seconds of its wait a request was paused because of its owner."""
+    return min(span.paused, max(span.accepted, span.started) - span.accepted)
 
 
 def trace_of(spans: Iterable[Span]) -> bytes:
     """Return spans in the Trace Event Format (JSON).
 
     Each model or sampling session is a process, and each of its requests two asynchronous events:
-    its wait in the queue, and then its execution. The process `all requests` has the counters.
+    its wait in the queue, and then its execution. Where its owner's limits held it back, the wait
+    has an instant event `rate limit`. The process `all requests` has the counters.
     """
     in_order = sorted(spans, key=lambda span: (span.target, span.accepted))
     processes = {"all requests": None, **{span.target: None for span in in_order}}
@@ -131,14 +138,17 @@ def trace_of(spans: Iterable[Span]) -> bytes:
 
 
 def _events(span: Span, number: int, track: int) -> Iterator[dict[str, object]]:
+    # Perfetto draws events with a global `id` apart from their process.
+    own = {"id2": {"local": hex(number)}, "pid": track, "tid": 0}
+    named = {"request_id": span.request} if span.request is not None else {}
     for name, start, end in (
         ("queue", span.accepted, span.started),
         (span.name, span.started, span.finished),
     ):
-        # Perfetto draws events with a global `id` apart from their process.
-        own = {"local": hex(number)}
-        common: dict[str, object] = {"cat": name, "name": name, "id2": own, "pid": track}
-        if span.request is not None:
-            common["args"] = {"request_id": span.request}
+        common = {"cat": name, "name": name, **own, **({"args": named} if named else {})}
         for phase, moment in (("b", start), ("e", max(start, end))):
-            yield {**common, "ph": phase, "tid": 0, "ts": round(moment * MICROSECONDS)}
+            yield {**common, "ph": phase, "ts": round(moment * MICROSECONDS)}
+        if name == "queue" and (paused := _paused(span)):
+            args = {**named, "paused_seconds": paused}
+            ts = round((max(start, end) - paused) * MICROSECONDS)
+            yield {**common, "name": "rate limit", "ph": "n", "ts": ts, "args": args}

@@ -119,6 +119,11 @@ class SamplingRequest:
         return replace(self, payer=payer)
 
     @property
+    def only_scores(self) -> bool:
+        """Whether it is about the logprobs of its prompt, and samples a token as it has to."""
+        return self.max_tokens == 1 and self.prompt_logprobs.first_position is not None
+
+    @property
     def num_positions(self) -> int:
         """Maximum number of tokens the model reads: never the last sampled one."""
         return len(self.prompt) + self.max_tokens - 1

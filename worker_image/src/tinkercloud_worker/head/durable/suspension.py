@@ -277,7 +277,13 @@ class Suspension:
             await writer.put(name, content)
             sessions, inflight = list(published.sessions), published.is_inflight
             stored.append(
-                StoredSampler(sessions=sessions, is_inflight=inflight, lora=weights.lora, file=name)
+                StoredSampler(
+                    sessions=sessions,
+                    is_inflight=inflight,
+                    lora=weights.lora,
+                    file=name,
+                    step=published.step,
+                )
             )
         await self.samplers.settled()
         return stored
@@ -392,7 +398,9 @@ class Suspension:
                 tensors = await self._read_tensors(state, stored.file)
                 read[stored.file] = WeightsCopy(stored.lora, tensors)
             weights, inflight = read[stored.file], stored.is_inflight
-            published = Published(stored.file, stored.sessions, inflight, weights.size_bytes)
+            published = Published(
+                stored.file, stored.sessions, inflight, weights.size_bytes, stored.step
+            )
             await self.samplers.restore(model_id, published, weights)
 
     def _restore_order(

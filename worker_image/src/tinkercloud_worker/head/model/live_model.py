@@ -103,7 +103,10 @@ class LiveModel:
             return refusal(received.content, role_of_unread(received.path))
         operation = self.operation(received.content, RequestSource(received.path, received.body))
         name = received.path.rpartition("/")[2]
-        timed = self.spans.timed(str(self.model_id), name, self.spec.owner, operation.run)
+        pauses, owner = self.queue.pauses, self.spec.owner
+        timed = self.spans.timed(
+            str(self.model_id), name, owner, operation.run, pauses.seconds_before
+        )
         return replace(operation, run=timed)
 
     def creation(self, refused: WireError | None) -> Operation:

@@ -245,9 +245,10 @@ class Operations:
         self._samplers.check_new(session_id)
         weights = await self.publication()
         if request.kind == "inflight":
-            await self._samplers.publish_inflight(session_id, self._model_id, weights)
+            publish = self._samplers.publish_inflight
         else:
-            await self._samplers.publish(session_id, self._model_id, weights)
+            publish = self._samplers.publish
+        await publish(session_id, self._model_id, weights, self._steps)
         return future_responses.finished({"sampling_session_id": str(session_id)})
 
     async def publication(self) -> Publication:

@@ -27,6 +27,7 @@ from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.order.awaited_request import AwaitedRequest
 from tinkercloud_worker.head.order.between_requests import WorkBetween
 from tinkercloud_worker.head.order.kept_results import Results
+from tinkercloud_worker.head.order.owner_pauses import OwnerPauses
 from tinkercloud_worker.head.order.queued_request import (
     Operation,
     QueuedRequest,
@@ -164,6 +165,7 @@ class ModelQueue:
         self._model_id = model_id
         self._results = results
         self._owner = owner
+        self.pauses = OwnerPauses()
         self._awaited = AwaitedRequest(gap_seconds, self._gap_timed_out)
         self._step = FailedStep(drop_gradient)
         self._token_limits = token_limits or TokenLimits()
@@ -405,7 +407,9 @@ class ModelQueue:
             await self.log.at_boundary()
             is_held = self._is_paused or self._is_attaching
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
-            seq_id = None if is_on_hold or self.is_throttled else self.sequencer.take()
+            is_throttled = self.is_throttled
+            self.pauses.note(is_paused=is_throttled)
+            seq_id = None if is_on_hold or is_throttled else self.sequencer.take()
             # Also if one is taken: it may be the missing one, and run for longer than the wait.
             has_gap = self.sequencer.is_stuck and not self._is_paused
             self._awaited.watch(self.sequencer.next_seq_id if has_gap else None)

@@ -12,8 +12,8 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.model import imported
 
 
-async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> WeightsCopy:
-    """Return the weights of a checkpoint.
+async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> tuple[WeightsCopy, int]:
+    """Return the weights of a checkpoint, and the number of optimizer steps they have taken.
 
     Args:
         backend: the parts of the head.
@@ -32,7 +32,8 @@ async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> Weigh
     _check_matches(manifest, spec, backend)
     config = backend.config
     read = await asyncio.to_thread(formats.decode_to_sample, manifest, files, config.trainer.dtype)
-    return await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
+    weights = await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
+    return weights, manifest.step
 
 
 def _check_matches(manifest: CheckpointManifest, spec: SamplerSpec, backend: Backend) -> None:

@@ -25,6 +25,10 @@ class Weights(Protocol):
     def num_changes(self) -> int:
         """How often they may have changed."""
 
+    @property
+    def steps(self) -> int:
+        """Number of optimizer steps that the model has taken."""
+
     async def publication(self) -> Publication:
         """Return them, stored where samplers read them."""
 
@@ -100,7 +104,7 @@ class CurrentWeights:
         version = _Version(f"{model}@current-{self._num_versions}", num_changes)
         publication = await weights.publication()
         await self._sampler.publish(version.name, publication)
-        self._usage.add(version.name, publication.size_bytes)
+        self._usage.add(version.name, publication.size_bytes, weights.steps)
         self._versions[model] = version
         if previous is not None:
             previous.is_replaced = True

@@ -12,7 +12,7 @@ from tinkercloud_worker.engine.turns.usage_counts import Usage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.order.requests import Prepared
 from tinkercloud_worker.head.sampling.samplers import Samplers
-from tinkercloud_worker.head.wire.request_times import count_tokens
+from tinkercloud_worker.head.wire.request_times import count_pause, count_tokens
 from tinkercloud_worker.metrics import FIRST_TOKEN_SECONDS
 
 
@@ -37,11 +37,15 @@ async def run_sample(
     # The version is in use from here on: it is neither replaced nor evicted while this waits.
     async with samplers.sampling(session_id) as version:
         sent = reported.watching(request.sent_by(samplers.payer_of(session_id)))
-        await backend.token_limits.turn(owner, reserved)
+        step = samplers.step_of(session_id, version)
+        started = None if request.only_scores else backend.kept_samples.start(sent.payer, step)
+        count_pause(await backend.token_limits.turn(owner, reserved))
         usage = Usage()
         try:
             result = await backend.sampler.sample(version, sent)
             usage = result.usage(len(sent.prompt))
+            if started is not None:
+                backend.kept_samples.end(started, sent.prompt, result.sequences[0].tokens)
         except BaseException:
             usage = reported.usage
             raise

@@ -45,6 +45,8 @@ class Published:
     sessions: Sequence[str]
     is_inflight: bool
     size_bytes: int
+    step: int | None = None
+    """Number of optimizer steps that they have taken; None if it is not known."""
 
 
 class Samplers:
@@ -110,6 +112,16 @@ class Samplers:
             model = CheckpointPath.parse(spec.model_path).run_id
         return Payer(self.owner_of(name) or "", session_id.session_id, str(model or ""))
 
+    def step_of(self, session_id: SamplingSessionId, version: str) -> int | None:
+        """Return how many optimizer steps the weights of a session have taken; None if unknown.
+
+        Args:
+            session_id: the session.
+            version: its version that is in use.
+        """
+        of_version = self._usage.step_of(version)
+        return self._usage.step_of(str(session_id)) if of_version is None else of_version
+
     def _begin_load(self, name: str) -> None:
         self._loads[name] = asyncio.create_task(self._load(name, self._specs.get(name)))
 
@@ -117,13 +129,14 @@ class Samplers:
         """Publish the weights of a session, evicted ones if `spec` is None; return the version."""
         version = self._new_version(name)
         weights: WeightsCopy | None = None
+        step = None
         if spec is None:
             weights = await self._evicted_weights(name)
         elif spec.model_path is not None:
-            weights = await read_to_sample(self._backend, spec, spec.model_path)
+            weights, step = await read_to_sample(self._backend, spec, spec.model_path)
         await self._backend.sampler.publish(version, weights)
         if weights is not None:
-            self._usage.add(name, weights.size_bytes)
+            self._usage.add(name, weights.size_bytes, step)
         return version
 
     async def _evicted_weights(self, name: str) -> WeightsCopy:
@@ -151,13 +164,17 @@ class Samplers:
             )
 
     async def publish(
-        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
+        self,
+        session_id: SamplingSessionId,
+        model_id: ModelId,
+        weights: Publication,
+        step: int | None = None,
     ) -> None:
-        """Create a session that keeps these weights of a model."""
+        """Create a session that keeps these weights of a model, which have taken so many steps."""
         name = str(session_id)
         await self._backend.sampler.publish(name, weights)
         self._owners[name] = self._owners.get(str(model_id), "")
-        self._usage.add(name, weights.size_bytes)
+        self._usage.add(name, weights.size_bytes, step)
         # Only now may the model's previous weights be evicted.
         self._unnamed[name] = str(model_id)
         if isinstance(weights, WeightsCopy) and weights.lora is not None:
@@ -165,21 +182,25 @@ class Samplers:
         await self._evict_to_fit()
 
     async def publish_inflight(
-        self, session_id: SamplingSessionId, model_id: ModelId, weights: Publication
+        self,
+        session_id: SamplingSessionId,
+        model_id: ModelId,
+        weights: Publication,
+        step: int | None = None,
     ) -> None:
         """Switch all inflight sessions of a model to these weights, and add one."""
         model = str(model_id)
-        await self._switch_inflight(model, weights)
+        await self._switch_inflight(model, weights, step)
         self._add_inflight(str(session_id), model)
 
     def _add_inflight(self, session: str, model: str) -> None:
         self._inflight_sessions[session] = model
         self._owners[session] = self._owners.get(model, "")
 
-    async def _switch_inflight(self, model: str, weights: Publication) -> None:
+    async def _switch_inflight(self, model: str, weights: Publication, step: int | None) -> None:
         version = self._new_version(model)
         await self._backend.sampler.publish(version, weights)
-        self._usage.add(version, weights.size_bytes)
+        self._usage.add(version, weights.size_bytes, step)
         previous, self._inflight[model] = self._inflight.get(model), version
         if previous is not None:
             await self._retire(previous, previous)
@@ -245,7 +266,8 @@ class Samplers:
         return published
 
     def _describe(self, version: str, sessions: Sequence[str], *, is_inflight: bool) -> Published:
-        return Published(version, sessions, is_inflight, self._usage.size_of(version))
+        size, step = self._usage.size_of(version), self._usage.step_of(version)
+        return Published(version, sessions, is_inflight, size, step)
 
     def sessions_of_model(self, model_id: ModelId) -> set[str]:
         """Return the sessions of a model's own weights, including evicted ones."""
@@ -281,12 +303,12 @@ class Samplers:
         """Publish weights that another head had published, for all their sessions."""
         model = str(model_id)
         if published.is_inflight:
-            await self._switch_inflight(model, weights)
+            await self._switch_inflight(model, weights, published.step)
             for name in published.sessions:
                 self._add_inflight(name, model)
             return
         for name in published.sessions:
-            await self.publish(SamplingSessionId.parse(name), model_id, weights)
+            await self.publish(SamplingSessionId.parse(name), model_id, weights, published.step)
 
     @asynccontextmanager
     async def sampling(self, session_id: SamplingSessionId) -> AsyncIterator[str]:

@@ -1,4 +1,4 @@
-"""Accounting of published weights: sizes, users, and which to evict next."""
+"""Accounting of published weights: sizes, steps, users, and which to evict next."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -17,20 +17,34 @@ class WeightsLru:
         self._max_bytes = max_bytes
         self._sizes: dict[str, int] = {}
         """Bytes by name, the least recently used first."""
+        self._steps: dict[str, int] = {}
         self._users: Counter[str] = Counter()
 
-    def add(self, name: str, size_bytes: int) -> None:
-        """Add weights as the most recently used."""
-        self._sizes.pop(name, None)
+    def add(self, name: str, size_bytes: int, step: int | None = None) -> None:
+        """Add weights as the most recently used.
+
+        Args:
+            name: their name.
+            size_bytes: their size.
+            step: number of optimizer steps that they have taken; None if it is not known.
+        """
+        self.remove(name)
         self._sizes[name] = size_bytes
+        if step is not None:
+            self._steps[name] = step
 
     def remove(self, name: str) -> None:
         """Remove weights, which may be unknown."""
         self._sizes.pop(name, None)
+        self._steps.pop(name, None)
 
     def size_of(self, name: str) -> int:
         """Return the bytes of weights; 0 if they are unknown."""
         return self._sizes.get(name, 0)
+
+    def step_of(self, name: str) -> int | None:
+        """Return the optimizer steps of weights; None if they are unknown."""
+        return self._steps.get(name)
 
     @contextmanager
     def used(self, name: str) -> Iterator[None]:

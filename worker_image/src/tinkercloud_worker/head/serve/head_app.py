@@ -25,6 +25,7 @@ from tinkercloud_protocol.heads.head_messages import (
     ModelSaved,
     ModelSuspended,
     RecordedSessionsOf,
+    SampledRuns,
     SaveModel,
 )
 from tinkercloud_protocol.heads.launch import (
@@ -271,8 +272,7 @@ class HeadApp:
             return await self._submit(request, await _off_loop(parse, body))
 
     async def _attach_model(self, request: Request) -> Response:
-        body = await request.body()
-        model_id = parse_json(AttachModelRequest, body).model_id
+        model_id = parse_json(AttachModelRequest, await request.body()).model_id
         self._check_target(request, model_id)
         await self._service.recall(model_id)
         next_seq_id = await self._service.attach_model(model_id)
@@ -324,8 +324,7 @@ class HeadApp:
         return Response(result.body, content_type=result.content_type)
 
     async def _cancel_future(self, request: Request) -> Response:
-        body = await request.body()
-        request_id = parse_json(CancelFutureRequest, body).request_id
+        request_id = parse_json(CancelFutureRequest, await request.body()).request_id
         self._check_target(request, request_id.rpartition(":")[0])
         self._service.samples.cancel(request_id)
         return Response()
@@ -388,6 +387,11 @@ class HeadApp:
         which = parse_json(ForgetResults, await request.body())
         num_results = self._service.results.forget_read(which.owner, which.min_age_seconds)
         return Response(Forgotten(num_results=num_results).model_dump_json().encode())
+
+    async def _put_sampled_runs(self, request: Request) -> Response:
+        sampled = parse_json(SampledRuns, await request.body())
+        self._lifecycle.backend.kept_samples.keep(sampled.runs)
+        return Response()
 
     async def _put_sampler(self, request: Request) -> Response:
         spec = parse_json(SamplerSpec, await request.body())
@@ -508,6 +512,7 @@ ROUTES: tuple[HeadRoute, ...] = (
     HeadRoute("GET", f"{routes.HEAD_TIMELINE}/{{id}}", _SMALL, HeadApp._timeline),
     HeadRoute("POST", routes.HEAD_FORGET_RESULTS, _SMALL, HeadApp._forget_results),
     HeadRoute("POST", routes.HEAD_RECORDED, _SMALL, HeadApp._recorded_sessions),
+    HeadRoute("PUT", routes.HEAD_SAMPLED_RUNS, _BATCH, HeadApp._put_sampled_runs),
     HeadRoute("PUT", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._put_sampler),
     HeadRoute("DELETE", f"{routes.HEAD_SAMPLERS}/{{id}}", _SMALL, HeadApp._delete_sampler),
     *(_chat_route(*each) for each in OPERATIONS),

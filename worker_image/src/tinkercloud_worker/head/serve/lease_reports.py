@@ -1,4 +1,4 @@
-"""Reports of a head to the API servers that hold its lease: usage, curves, and durability.
+"""Reports of a head to the API servers that hold its lease: usage, curves, samples, durability.
 
 A report has what has changed since the previous one on the same connection, and the first has
 everything. A head that is killed loses what it has not reported: the usage of about a second.
@@ -9,12 +9,19 @@ import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import structlog
+
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
+from tinkercloud_protocol.heads.reports.kept_samples import KeptSample, SampleReport
 from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
+from tinkercloud_worker.engine.sampling.growing_text import Decode
+from tinkercloud_worker.engine.sampling.kept_samples import TokenSample
 from tinkercloud_worker.engine.turns.usage_counts import HourOfUsage
 from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.durable.durable_runs import Durability
+
+log = structlog.get_logger(__name__)
 
 _GATHER_SECONDS = 1.0
 """Delay of a report after a request completes; requests that complete meanwhile are included."""
@@ -27,6 +34,8 @@ async def lease_reports(
 ) -> AsyncIterator[bytes]:
     """Yield reports, one a line, whenever usage, a curve or durability has changed.
 
+    Samples change with the usage.
+
     Args:
         backend: the parts of the head.
         durability: the journals of its models.
@@ -35,7 +44,7 @@ async def lease_reports(
     changed = asyncio.Event()
     changed.set()
     ended = asyncio.create_task(drained.wait())
-    revision = 0
+    revision, num_samples = 0, 0
     reported: Mapping[str, str | None] | None = None
     curves = Reported()
     with (
@@ -64,6 +73,11 @@ async def lease_reports(
                     # In a thread, because the first report has everything.
                     for line in await asyncio.to_thread(curve_lines, changed_curve):
                         yield line
+                num_samples, kept = backend.kept_samples.since(num_samples)
+                if backend.text is not None:
+                    for run_id, samples in kept.items():
+                        decode = backend.text.decode_all
+                        yield await asyncio.to_thread(_sample_line, run_id, samples, decode)
         finally:
             ended.cancel()
 
@@ -127,6 +141,22 @@ def curve_lines(changed: ChangedCurve) -> list[bytes]:
         report = CurveReport(curve_of=changed.name, stride=changed.stride, points=points)
         lines.append(report.model_dump_json().encode() + b"\n")
     return lines
+
+
+def _sample_line(run_id: str, samples: Sequence[TokenSample], decode: Decode) -> bytes:
+    report = SampleReport(samples_of=run_id, samples=_texts(samples, decode))
+    return report.model_dump_json().encode() + b"\n"
+
+
+def _texts(samples: Sequence[TokenSample], decode: Decode) -> list[KeptSample]:
+    texts = []
+    for sample in samples:
+        try:
+            texts.append(sample.text(decode))
+        except Exception:  # a tokenizer may fail in any way on odd tokens
+            # The lease must not end: the head would stop.
+            log.exception("the text of a sample can't be kept")
+    return texts
 
 
 def _entry(count: HourOfUsage) -> UsageEntry:

@@ -33,13 +33,16 @@ MAX_SESSIONS = 256
 MAX_ALL_SPANS = 100_000
 """Spans that are kept of all sessions, about 20 MB."""
 
-_Row = tuple[str, str, float, float, float, str | None, int]
+_Row = tuple[str, str, float, float, float, str | None, int, float]
 """The fields of a `Span`, which would take several times as much memory."""
+_FIELDS = ("target", "name", "accepted", "started", "finished", "request", "tokens", "paused")
+"""Their names, in the order of a row."""
 
 
 @dataclass(slots=True)
 class _Work:
     tokens: int = 0
+    paused: float = 0.0
 
 
 _RUNNING: ContextVar[_Work | None] = ContextVar("running", default=None)
@@ -50,6 +53,12 @@ def count_tokens(count: int) -> None:
     """Count tokens that were computed for the request that runs, for its span."""
     if (work := _RUNNING.get()) is not None:
         work.tokens += count
+
+
+def count_pause(seconds: float) -> None:
+    """Count time in which the request that runs had to wait for its owner: its turn is only now."""
+    if (work := _RUNNING.get()) is not None:
+        work.paused += seconds
 
 
 class SpanRecorder:
@@ -70,7 +79,12 @@ class SpanRecorder:
         self._num_spans = 0
 
     def timed(
-        self, target: str, name: str, owner: str, work: Callable[[], Awaitable[T]]
+        self,
+        target: str,
+        name: str,
+        owner: str,
+        work: Callable[[], Awaitable[T]],
+        paused_before: Callable[[], float] = float,
     ) -> Callable[[], Awaitable[T]]:
         """Return work that records a span when it has run.
 
@@ -79,13 +93,15 @@ class SpanRecorder:
             name: what was requested.
             owner: who requested it.
             work: executes it when it is its turn.
+            paused_before: returns for how many of the last seconds it had to wait for its owner,
+                when it is its turn.
         """
         accepted = self._clock()
         names = structlog.contextvars.get_contextvars()
         request, parent = map(names.get, (request_ids.LOG_FIELD, request_ids.TRACE_LOG_FIELD))
 
         async def run() -> T:
-            started = self._clock()
+            started, paused = self._clock(), paused_before()
             # The clock may be set back.
             OWNER_WAIT_SECONDS.labels(owner).inc(max(started - accepted, 0.0))
             OWNER_REQUESTS.labels(owner).inc()
@@ -100,7 +116,9 @@ class SpanRecorder:
             finally:
                 _RUNNING.set(None)
                 finished = self._clock()
-                row = (target, name, accepted, started, finished, request, done.tokens)
+                started, paused = started + done.paused, paused + done.paused
+                row = (target, name, accepted, started, finished, request, done.tokens, paused)
+                OWNER_WAIT_SECONDS.labels(owner).inc(done.paused)
                 self._add(row)
                 if self._sender is not None and parent is not None:
                     _send(self._sender, parent, owner, row, failure)
@@ -109,23 +127,11 @@ class SpanRecorder:
 
     def of_session(self, session_id: str) -> list[Span]:
         """Return the spans of a session, in the order in which they finished."""
-        return [
-            Span(
-                target=target,
-                name=name,
-                accepted=accepted,
-                started=started,
-                finished=finished,
-                request=request,
-                tokens=tokens,
-            )
-            for target, name, accepted, started, finished, request, tokens in self._sessions.get(
-                session_id, ()
-            )
-        ]
+        rows = self._sessions.get(session_id, ())
+        return [Span.model_validate(dict(zip(_FIELDS, row, strict=True))) for row in rows]
 
     def _add(self, row: _Row) -> None:
-        _, name, accepted, started, finished, _, _ = row
+        _, name, accepted, started, finished, *_ = row
         # The clock may be set back.
         kind = _kind_of(name)
         REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))
@@ -144,7 +150,7 @@ def _send(
     sender: "SpanSender", parent: str, owner: str, row: _Row, failure: BaseException | None
 ) -> None:
     """Send the wait and the execution of a request."""
-    target, name, accepted, started, finished, request, tokens = row
+    target, name, accepted, started, finished, request, tokens, _ = row
     named = {"tinkercloud.target": target, "tinkercloud.owner": owner}
     if request is not None:
         named["tinkercloud.http_request_id"] = request

@@ -108,16 +108,23 @@ class TokenLimits:
             f" starts in {seconds:.0f} s"
         )
 
-    async def turn(self, owner: str, tokens: int) -> None:
-        """Wait until a request of an owner may start, after those that asked before; spend."""
+    async def turn(self, owner: str, tokens: int) -> float:
+        """Wait until a request of an owner may start, after those that asked before; spend.
+
+        Returns:
+            Seconds that it had to wait; 0 if it could start at once.
+        """
         if owner not in self._buckets:
-            return
-        async with self._turns.setdefault(owner, asyncio.Lock()):
+            return 0.0
+        began, turn = self._now(), self._turns.setdefault(owner, asyncio.Lock())
+        is_free = self.has_room(owner) and not turn.locked()
+        async with turn:
             while not self.has_room(owner):
                 event = self._has_room.setdefault(owner, asyncio.Event())
                 event.clear()
                 await event.wait()
             self.spend(owner, tokens)
+        return 0.0 if is_free else self._now() - began
 
     def _seconds(self, owner: str) -> float:
         bucket = self._buckets.get(owner)
