@@ -57,7 +57,12 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
-from tinkercloud_api.commands.runs import export_command, samples_command, top_command
+from tinkercloud_api.commands.runs import (
+    compare_command,
+    export_command,
+    samples_command,
+    top_command,
+)
 from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.lasting_objects import lasting_objects
@@ -77,6 +82,7 @@ app.add_typer(model_commands.app, name="models")
 app.add_typer(sessions_app, name="sessions")
 app.add_typer(run_commands.app, name="runs")
 run_commands.app.command("export")(export_command.export_run)
+run_commands.app.command("compare")(compare_command.compare_runs)
 run_commands.app.command("samples")(samples_command.show_samples)
 app.command("top")(top_command.show_top)
 app.add_typer(program_commands.app, name="programs")

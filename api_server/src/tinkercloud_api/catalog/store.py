@@ -18,10 +18,10 @@ from tinkercloud_api.catalog.runs import run_ends
 from tinkercloud_api.catalog.runs.checkpoint_uses import CheckpointUses
 from tinkercloud_api.catalog.runs.counts import Counts
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatements
+from tinkercloud_api.catalog.runs.run_search import RunSearch, runs_that_match
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import (
-    STORED,
     Checkpoint,
     SamplingSession,
     Session,
@@ -167,28 +167,9 @@ class Catalog(
         ordered = query.order_by(TrainingRun.created_at.desc(), TrainingRun.id)
         return await self._page(ordered, page)
 
-    async def runs_by_use(
-        self, visible: Visibility, page: Page, text: str = ""
-    ) -> tuple[Sequence[TrainingRun], int]:
-        """Return runs that had a model, and their total number; deleted ones are the last.
-
-        Those that were used last are the first.
-
-        Args:
-            visible: which runs the caller may see.
-            page: which of them to return.
-            text: what the id, owner, base model or name of a run contains, in any case.
-        """
-        had_model = TrainingRun.generation.is_distinct_from(STORED)
-        query = select(TrainingRun).where(visible.of(TrainingRun), had_model)
-        if text:
-            named = select(Session.id).where(Session.display_name.icontains(text, autoescape=True))
-            columns = (TrainingRun.id, TrainingRun.owner, TrainingRun.base_model)
-            contains = [column.icontains(text, autoescape=True) for column in columns]
-            query = query.where(or_(*contains, TrainingRun.session_id.in_(named)))
-        is_deleted = TrainingRun.deleted_at.is_not(None)
-        newest = (is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
-        return await self._page(query.order_by(*newest), page)
+    async def runs_by_use(self, search: RunSearch, page: Page) -> tuple[Sequence[TrainingRun], int]:
+        """Return runs, the last used first and ended ones last, and their total number."""
+        return await self._page(runs_that_match(search), page)
 
     async def runs_of_generation(self, generation: str) -> Sequence[TrainingRun]:
         """Return the runs whose current or last head has this generation, without deleted ones."""

@@ -17,7 +17,15 @@ from tinkercloud_api.commands.common.local_catalog import (
     export_audit_log,
     verify_audit_log,
 )
-from tinkercloud_api.commands.common.shared import BaseUrl, Json, fail, request, say_line, show
+from tinkercloud_api.commands.common.shared import (
+    BaseUrl,
+    Csv,
+    Json,
+    fail,
+    request,
+    say_line,
+    show,
+)
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:
@@ -66,7 +74,7 @@ def show_audit(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in each line.")
     ] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="Print the output as CSV.")] = False,
+    as_csv: Csv = False,
 ) -> None:
     """List what changed something, by default today; admins see the changes of all owners.
 

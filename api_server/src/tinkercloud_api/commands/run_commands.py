@@ -10,6 +10,7 @@ import typer
 from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
+    Csv,
     Json,
     Watch,
     Yes,
@@ -19,6 +20,7 @@ from tinkercloud_api.commands.common.shared import (
     say,
     say_line,
     show,
+    show_csv,
     watch,
 )
 from tinkercloud_api.config.readable import binary_size
@@ -28,7 +30,7 @@ app = typer.Typer(
 )
 
 _COLUMNS = [
-    *("run", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
+    *("run", "owner", "project", "name", "model", "step", "loss", "tokens/min", "state", "queue"),
     *("age", "last seen"),
 ]
 _CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
@@ -104,18 +106,34 @@ def list_runs(
             help="List what you may see: also that of your projects, and for admins of all owners.",
         ),
     ] = False,
+    search: Annotated[
+        str,
+        typer.Option(help="List those whose id, name, owner, model, project or metadata has it."),
+    ] = "",
+    status: Annotated[
+        str, typer.Option(help="List those that have ended, or all others: ended or open.")
+    ] = "",
     again: Watch = False,
     as_json: Json = False,
+    as_csv: Csv = False,
 ) -> None:
     """List runs: the last used first, and those that have ended last."""
+    if as_csv and as_json:
+        fail("--csv, --json: choose one of them")
+    from tinkercloud_protocol.responses.run_states import RunInfo
+
     scope = "accessible" if everybody else "owned"
     query = {"limit": str(limit), "access_scope": scope}
     if owner is not None:
         query["owner"] = owner
+    query |= {name: value for name, value in (("search", search), ("status", status)) if value}
     path = f"runs?{urlencode(query)}"
 
     def draw() -> None:
         found: list[dict[str, Any]] = request("GET", base_url, api_key, path)["runs"]
+        if as_csv:
+            show_csv(found, list(RunInfo.model_fields))
+            return
         show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
 
     watch(draw, again=again)
@@ -129,6 +147,7 @@ def _row(run: dict[str, Any]) -> dict[str, object]:
         "name": run["name"] or "",
         "model": run["base_model"],
         "step": "" if run["step"] is None else run["step"],
+        "loss": mean_text(run["loss"]),
         "tokens/min": f"{run['tokens_per_minute']:.0f}",
         "state": run["state"],
         "queue": run["queue_state"],

@@ -7,7 +7,8 @@ that opened the browser's session.
 import asyncio
 from collections.abc import Iterable
 from http import HTTPStatus
-from typing import Annotated
+from shlex import quote
+from typing import Annotated, Literal
 from urllib.parse import urlencode, urlsplit
 
 from fastapi import Depends, Query, Request
@@ -150,25 +151,29 @@ async def list_runs(
     session: Session,
     page: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
     search: Annotated[str, Query(max_length=256)] = "",
+    status: Literal["open", "ended", ""] = "",
 ) -> Response:
-    """Show the runs that the caller may see, or those that contain a text."""
+    """Show the runs that the caller may see, or those that contain a text or have a status."""
     offset = (page - 1) * _PAGE
     found = await run_state_routes.list_runs(
-        server, session.caller, None, _PAGE, offset, "accessible", search
+        server, session.caller, None, _PAGE, offset, "accessible", search, status or None
     )
+    wanted = {"search": search, "status": status}
+    chosen = {name: value for name, value in wanted.items() if value}
     return await show(
         "runs.html",
         session=session,
         runs=found.runs,
         total=found.total_count,
         page=page,
-        search=search,
+        **wanted,
+        chosen=urlencode(chosen),
         pages=max(1, -(-found.total_count // _PAGE)),
         twin="runs?"
-        + urlencode(
-            {"access_scope": "accessible", "limit": _PAGE, "offset": offset, "search": search}
+        + urlencode({"access_scope": "accessible", "limit": _PAGE, "offset": offset, **chosen}),
+        command=" ".join(
+            ("tinkercloud runs list --all", *(f"--{each} {quote(chosen[each])}" for each in chosen))
         ),
-        command="tinkercloud runs list --all",
     )
 
 
@@ -287,7 +292,7 @@ async def compare_runs(
         charts=await asyncio.to_thread(compared, list(curves.values())),
         most=_MAX_COMPARED,
         twin=f"runs/{segment(run[0])}/curve" if run else "runs",
-        command=f"tinkercloud runs curve {run[0]}" if run else "tinkercloud runs list",
+        command=" ".join(("tinkercloud runs compare", *run)) if run else "tinkercloud runs list",
     )
 
 

@@ -20,6 +20,17 @@ created yet. `lost`: its head stopped without saving it. `ended`: deleted by its
 """
 
 
+class CurveMetric(Answer):
+    """A metric in some successive optimizer steps."""
+
+    mean: float | None
+    """Mean of its finite values; None if there is none."""
+    low: float | None
+    high: float | None
+    not_finite: int
+    """Number of steps with NaN or an infinite value."""
+
+
 class RunInfo(Answer):
     """A run."""
 
@@ -37,6 +48,8 @@ class RunInfo(Answer):
     step: int | None = None
     """Number of optimizer steps taken, of an ended run as last reported; None if no running head,
     saved state or report has it."""
+    loss: CurveMetric | None = None
+    """The loss at the end of its curve; None before it has reported one."""
     unsaved_steps: int | None = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint; None if a run is
     on a disk, whose journal is not counted."""
@@ -82,17 +95,6 @@ class RunDetails(RunInfo):
 
     checkpoints: list[RunCheckpoint]
     """The newest training checkpoints, newest first."""
-
-
-class CurveMetric(Answer):
-    """A metric in some successive optimizer steps."""
-
-    mean: float | None
-    """Mean of its finite values; None if there is none."""
-    low: float | None
-    high: float | None
-    not_finite: int
-    """Number of steps with NaN or an infinite value."""
 
 
 class RunCurvePoint(Answer):

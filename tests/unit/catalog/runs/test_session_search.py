@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.runs.session_search import Search, Status, matching
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
@@ -96,7 +97,7 @@ async def test_a_catalog_in_a_file_finds_names_with_umlauts_in_any_case(tmp_path
     run = TrainingRun(id="s:train:0", session_id="s", base_model="tiny", spec={}, **of_owner)
     await catalog.add_run(run)
 
-    listed, _ = await catalog.runs_by_use(Visibility("me"), Page(0, 10), "GRÖ")
+    listed, _ = await catalog.runs_by_use(RunSearch(Visibility("me"), "GRÖ"), Page(0, 10))
     wanted = Search(**{**ANY, "live_since": now(), "display_name": "über grö"})
     sessions = await catalog.find_sessions(matching(wanted))
     await engine.dispose()

@@ -9,8 +9,9 @@ from datetime import datetime
 from typing import cast
 
 from sqlalchemy import Table as SqlTable
-from sqlalchemy import delete, func, or_, select
+from sqlalchemy import delete, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.orm import aliased
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, SampleText, TrainingRun
@@ -65,22 +66,29 @@ class RunPoints(Statements):
         stride = rows[0].stride
         return Curve(stride, [_point(row) for row in rows if row.stride == stride])
 
-    async def last_steps(self, run_ids: Sequence[str]) -> dict[str, int]:
-        """Return the last step that each of some runs has reported, without those that have none.
+    async def last_points(self, run_ids: Sequence[str]) -> dict[str, CurvePoint]:
+        """Return the last point that each of some runs has reported, without those that have none.
 
         Args:
             run_ids: the runs; at most a page of them.
         """
-        newest = [RunPoint.stride.desc(), RunPoint.number.desc()]
-        place = func.row_number().over(partition_by=RunPoint.run_id, order_by=newest)
-        points = (
-            select(RunPoint.run_id, RunPoint.step, place.label("place"))
-            .where(RunPoint.run_id.in_(run_ids))
-            .subquery()
+        other = aliased(RunPoint)
+        newest = (
+            select(other.stride, other.number)
+            .where(other.run_id == TrainingRun.id)
+            .order_by(other.stride.desc(), other.number.desc())
+            .limit(1)
         )
-        async with self._reading() as db:
-            newest_points = select(points.c.run_id, points.c.step).where(points.c.place == 1)
-            return {row.run_id: row.step for row in await db.execute(newest_points)}
+        query = (
+            select(RunPoint)
+            .join(TrainingRun, TrainingRun.id == RunPoint.run_id)
+            .where(TrainingRun.id.in_(run_ids))
+            .where(
+                tuple_(RunPoint.stride, RunPoint.number)
+                == newest.correlate(TrainingRun).scalar_subquery()
+            )
+        )
+        return {row.run_id: _point(row) for row in await self._all(query)}
 
     async def forget(self, before: datetime) -> bool:
         """Delete the points, logged values and samples of some runs without a request since a time.

@@ -5,10 +5,11 @@ starts them at each completion.
 """
 
 import asyncio
+import csv
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Json = Annotated[bool, typer.Option("--json", help="Print the output as JSON.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print the output as CSV.")]
 Watch = Annotated[
     bool, typer.Option("--watch", help="Print it again every two seconds, until Ctrl-C.")
 ]
@@ -100,6 +102,15 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
     Console(width=max(Console().width, needed)).print(table)
     note_output()
+
+
+def show_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print some columns of rows as CSV; fields that a row lacks, or that are None, are empty."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    for row in rows:
+        cells = (row.get(column) for column in columns)
+        writer.writerow(["" if cell is None else printable(str(cell)) for cell in cells])
 
 
 def say_line(text: str, *, err: bool = False) -> None:

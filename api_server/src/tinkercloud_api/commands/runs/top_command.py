@@ -23,7 +23,7 @@ from tinkercloud_api.commands.common.shared import (
     server_url,
     show,
 )
-from tinkercloud_api.commands.run_commands import age_of, mean_text, path_of
+from tinkercloud_api.commands.run_commands import age_of, mean_text
 from tinkercloud_api.config.readable import printable
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ _LEFT_OUT = {150: {"name", "model", "tokens/min", "last seen"}, 100: {"owner", "
 _PATIENCE_SECONDS = 10.0
 """Time after which a server that does not respond counts as away."""
 
-Loss = dict[str, Any]
-"""A metric of a point of a curve, as GET runs/{id}/curve returns it."""
-
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -53,7 +50,7 @@ class Seen:
     base_models: list[dict[str, Any]]
     problems: list[dict[str, Any]]
     runs: list[dict[str, Any]]
-    """Those of GET runs, with their `loss`."""
+    """Those of GET runs."""
 
     @property
     def counts(self) -> str:
@@ -61,49 +58,20 @@ class Seen:
         return f"runs: {len(self.runs)}, problems: {len(self.problems)} (tinkercloud problems)"
 
 
-class _Reader:
-    """Reads the state of a server, and of each curve only what is new."""
+async def _read(url: str, api_key: str, limit: int) -> Seen:
+    """Return the state of a server.
 
-    def __init__(self, url: str, api_key: str, limit: int) -> None:
-        self._url, self._api_key, self._limit = url, api_key, limit
-        self._losses: dict[str, tuple[int, Loss | None]] = {}
-        """By run: the step of the last point of its curve, and the loss there."""
+    Raises:
+        CallError: as `call`.
+    """
 
-    def read(self) -> Seen:
-        """Return the state.
+    async def get(path: str) -> Any:  # noqa: ANN401 - any JSON
+        return await call("GET", url, api_key, path, patience=_PATIENCE_SECONDS)
 
-        Raises:
-            CallError: as `call`.
-        """
-        return asyncio.run(self._read())
-
-    async def _read(self) -> Seen:
-        models, problems, runs = await asyncio.gather(
-            self._get("base_models"),
-            self._get("problems"),
-            self._get(f"runs?access_scope=accessible&limit={self._limit}"),
-        )
-        losses = await asyncio.gather(*map(self._loss, runs["runs"]))
-        return Seen(
-            models["base_models"],
-            problems["problems"],
-            [{**run, "loss": loss} for run, loss in zip(runs["runs"], losses, strict=True)],
-        )
-
-    async def _loss(self, run: dict[str, Any]) -> Loss | None:
-        name, step = run["run_id"], run["step"]
-        known_step, known = self._losses.get(name, (None, None))
-        if not step or step == known_step:
-            return known
-        points = (await self._get(f"{path_of(name)}/curve"))["points"]
-        if not points:
-            return None
-        loss: Loss | None = points[-1]["metrics"].get("loss")
-        self._losses[name] = points[-1]["step"], loss
-        return loss
-
-    async def _get(self, path: str) -> Any:  # noqa: ANN401 - any JSON
-        return await call("GET", self._url, self._api_key, path, patience=_PATIENCE_SECONDS)
+    models, problems, runs = await asyncio.gather(
+        get("base_models"), get("problems"), get(f"runs?access_scope=accessible&limit={limit}")
+    )
+    return Seen(models["base_models"], problems["problems"], runs["runs"])
 
 
 def show_top(
@@ -120,14 +88,18 @@ def show_top(
     The runs are those that you may see, the last used first. Without a terminal, they are printed
     once.
     """
-    reader = _Reader(server_url(base_url), api_key, limit)
+    url = server_url(base_url)
+
+    def read() -> Seen:
+        return asyncio.run(_read(url, api_key, limit))
+
     try:
         if as_json:
-            typer.echo(json.dumps(asdict(reader.read())))
+            typer.echo(json.dumps(asdict(read())))
         elif sys.stdout.isatty():
-            _follow(reader.read)
+            _follow(read)
         else:
-            _print(reader.read())
+            _print(read())
     except CallError as error:
         fail(str(error))
     except KeyboardInterrupt:

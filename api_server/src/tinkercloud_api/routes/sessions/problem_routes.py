@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from fastapi import APIRouter
 
 from tinkercloud_api.access.effects import names_no_object
+from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import TrainingRun
 from tinkercloud_api.context import Caller, Context, Server
@@ -37,7 +38,7 @@ async def list_problems(server: Server, caller: Caller) -> ProblemList:
     found += _of_models(models)
     found += _of_quota(caller.owner, await server.quotas.of(caller.owner))
     visible = caller.visible("accessible")
-    rows, _ = await server.catalog.runs_by_use(visible, Page(0, _MAX_RUNS))
+    rows, _ = await server.catalog.runs_by_use(RunSearch(visible), Page(0, _MAX_RUNS))
     for row, place in zip(rows, await server.runs.states.of(rows), strict=True):
         found += of_run(row, place, loading)
     return ProblemList(problems=found)

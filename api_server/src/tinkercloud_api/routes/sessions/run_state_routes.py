@@ -1,7 +1,6 @@
 """Runs as their owners see them: how each is doing, and saving and stopping them (no SDK calls)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -12,6 +11,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Context, Server
@@ -78,13 +78,15 @@ async def list_runs(  # noqa: PLR0917 - query parameters
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
     search: Annotated[str, Query(max_length=256)] = "",
+    status: Literal["open", "ended"] | None = None,
 ) -> RunList:
     """List runs and how each is doing: the last used first, and those that have ended last.
 
-    `search` selects those whose id, owner, base model or name contains a text.
+    `search` selects those whose id, owner, base model, name, project or metadata contains a text.
+    `status` selects those that have ended, or all others.
     """
-    visible = _visible(caller, owner, access_scope)
-    rows, total = await server.catalog.runs_by_use(visible, Page(offset, limit), search)
+    wanted = RunSearch(_visible(caller, owner, access_scope), search, status)
+    rows, total = await server.catalog.runs_by_use(wanted, Page(offset, limit))
     return RunList(runs=await _infos(rows, server), total_count=total)
 
 
@@ -209,26 +211,23 @@ async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
     found = await server.catalog.sessions_named([row.session_id for row in rows])
     sessions, moment = {session.id: session for session in found}, now()
     places = await server.runs.states.of(rows)
-    # No head says anything of these.
-    absent = [
-        row.id
-        for row, place in zip(rows, places, strict=True)
-        if place.state in {"ended", "on disk"}
-    ]
-    steps = await server.points.last_steps(absent) if absent else {}
+    points = await server.points.last_points([row.id for row in rows])
     return [
-        _info(
-            row,
-            sessions[row.session_id],
-            replace(place, step=steps.get(row.id, place.step)),
-            moment,
-        )
+        _info(row, sessions[row.session_id], place, points.get(row.id), moment)
         for row, place in zip(rows, places, strict=True)
     ]
 
 
-def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: datetime) -> RunInfo:
+def _info(
+    row: TrainingRun,
+    session: Session,
+    place: Whereabouts,
+    last: CurvePoint | None,
+    moment: datetime,
+) -> RunInfo:
     lora, held = ModelSpec.model_validate(row.spec).lora, place.held
+    # No head says anything of these.
+    is_absent = place.state in {"ended", "on disk"}
     return RunInfo(
         run_id=row.id,
         owner=row.owner,
@@ -238,7 +237,8 @@ def _info(row: TrainingRun, session: Session, place: Whereabouts, moment: dateti
         lora_rank=lora.rank if lora is not None else None,
         state=place.state,
         reason=_why_ended(row, session) if place.state == "ended" else place.reason,
-        step=place.step,
+        step=last.step if last is not None and is_absent else place.step,
+        loss=_metric(last.metrics["loss"]) if last is not None and "loss" in last.metrics else None,
         unsaved_steps=held.unsaved_steps if held is not None else _unsaved(place),
         tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,
         queue_state=place.queue_state,
