@@ -17,7 +17,7 @@ from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.deliveries import Deliveries

@@ -18,10 +18,10 @@ from tinkercloud_testing.ranks.ranks import BATCH_TOKENS
 from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_testing.training.trainers import base_of, run
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.losses import LossInputs
 from tinkercloud_worker.megatron_trainer.layers.sequence import MicroBatch, SequenceDivision
-from tinkercloud_worker.training.collate import Pack
+from tinkercloud_worker.training.packing import Pack
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning:megatron.*"),

@@ -133,6 +133,23 @@ def test_one_machine_has_the_same_alerts_in_a_file_for_prometheus() -> None:
     ] == []
 
 
+def test_an_api_server_that_is_gone_is_missed_by_a_series_that_each_one_has_from_its_start() -> (
+    None
+):
+    text = (CHART / "files" / "alerts" / "api.yaml").read_text()
+    gauges = [
+        family.name
+        for metric in metrics_of(api_metrics)
+        for family in metric.describe()
+        if family.type == "gauge" and not metric._labelnames
+    ]
+
+    missed = re.findall(r"absent\((\w+)\{", text)
+
+    assert missed != []
+    assert set(missed) <= set(gauges)
+
+
 def test_one_failure_that_a_retry_mends_pages_nobody() -> None:
     (rule,) = of_kind("PrometheusRule", *WATCHED)
     rules = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}

@@ -32,6 +32,7 @@ from tinkercloud_api.commands.common.progress import (
     waiting,
 )
 from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_protocol.responses.run_states import RunInfo
 
 ONLY_CHANGE = {
     *("keys revoke", "sessions delete", "checkpoints delete"),
@@ -366,6 +367,24 @@ def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
     header, *rows = csv.reader(printed.stdout.splitlines())
     assert [name for name in header if name in {"model_id", "project_id"}] == grouped
     assert [dict(zip(header, each, strict=True))["base_model"] for each in rows] == ["m"]
+
+
+def test_runs_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = {"run_id": "a:train:0", "name": 'a, "b"', "queue_reason": HOSTILE, "step": None}
+    monkeypatch.setattr(run_commands, "request", lambda *_: {"runs": [run]})
+    list_runs = ["runs", "list", "--csv", "--api-key", "tml-key"]
+
+    header, *rows = csv.reader(CliRunner().invoke(app, list_runs).stdout.splitlines())
+    both = CliRunner().invoke(app, [*list_runs, "--json"])
+
+    assert header == list(RunInfo.model_fields)
+    [found] = [dict(zip(header, each, strict=True)) for each in rows]
+    assert {name: value for name, value in found.items() if value} == {
+        "run_id": "a:train:0",
+        "name": 'a, "b"',
+        "queue_reason": SHOWN,
+    }
+    assert both.stderr == "error: --csv, --json: choose one of them\n"
 
 
 def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from obstore.store import AzureStore, LocalStore, MemoryStore, ObjectStore, S3Store
 
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.wire.errors import Unavailable
 
 STORES: dict[str, ObjectStore] = {

@@ -22,7 +22,7 @@ from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.schema import connection
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.stored_days import StoredDays
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.config import api_metrics
 from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.config.settings import Settings

@@ -13,7 +13,7 @@ from aiohttp import web
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import SamplingSession, Session
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_protocol.heads.launch import SamplerSpec

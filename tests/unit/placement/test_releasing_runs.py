@@ -15,7 +15,7 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import SamplingSession, Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.checkpoints.deferred_requests import Deferred
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement

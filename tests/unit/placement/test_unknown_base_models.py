@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import Placement, ServedModel, unknown_base_model

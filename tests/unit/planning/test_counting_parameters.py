@@ -13,7 +13,7 @@ from tinkercloud_planning.architecture import UnknownArchitecture
 from tinkercloud_planning.families import model_types, read
 from tinkercloud_testing.training.planned_adapters import adapter_parameters
 from tinkercloud_worker.lora import adapters
-from tinkercloud_worker.model.architecture import find_targets
+from tinkercloud_worker.lora.targets import find_targets
 
 PUBLIC_MODELS: dict[str, Any] = json.loads(
     (Path(__file__).parent / "public_models.json").read_text()

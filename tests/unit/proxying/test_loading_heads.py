@@ -16,8 +16,8 @@ import tinker
 from tinker import types
 from tinker.lib import internal_client_holder, queue_state_logger
 
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.deferred_requests import Deferred, DeferredRequests
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.base import HeadEndpoint, HeadFailed
 from tinkercloud_api.providers.cluster.cluster_errors import ClusterRejected

@@ -24,7 +24,7 @@ from tinkercloud_testing.small_models.families import (
 from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_testing.training.engines import a_sampling_request, an_engine
 from tinkercloud_testing.training.recording import Operations
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     PromptLogprobParams,
     SamplingResult,

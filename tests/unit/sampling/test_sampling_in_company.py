@@ -18,7 +18,7 @@ from tinkercloud_testing.training.engines import (
     publish_adapter,
 )
 from tinkercloud_testing.training.trainers import base_of
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     SamplingRequest,
     SamplingResult,

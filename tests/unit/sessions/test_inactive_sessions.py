@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads import shared_heads
 from tinkercloud_api.heads.activity import Activity

@@ -36,11 +36,11 @@ from tinkercloud_testing.small_models.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.training.trainers import run
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import ModelLimits, bin_pack, prepare
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.training.collate import pack_all
+from tinkercloud_worker.training.packing import pack_all
 
 LENGTHS = (9, 4, 12, 12, 12, 1, 1)
 WINDOW = 9

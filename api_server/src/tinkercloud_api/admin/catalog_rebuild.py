@@ -15,7 +15,7 @@ from datetime import datetime
 
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,
     SuspendedManifest,

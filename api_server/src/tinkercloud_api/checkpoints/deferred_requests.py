@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import orjson
 import structlog
 
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 from tinkercloud_protocol.wire.future_responses import JSON
 

@@ -1,6 +1,6 @@
 """The copies of runs' journals in the checkpoint store (`protocol.shared_journals`)."""
 
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.heads.journal_copy import (
     FOLDER,
     HEADER_LIMIT,

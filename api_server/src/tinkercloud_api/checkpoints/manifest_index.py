@@ -10,7 +10,7 @@ import structlog
 from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_rows import has_timed_out, name_of, path_of
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest, decode_manifest
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable, WireError
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath, run_prefix

@@ -8,8 +8,8 @@ from pathlib import Path
 import structlog
 
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.manifest_index import ManifestIndex
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     SuspendedManifest,
     decode_manifest,

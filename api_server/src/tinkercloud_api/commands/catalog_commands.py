@@ -24,7 +24,7 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     from obstore.exceptions import BaseError
 
     from tinkercloud_api.admin.catalog_rebuild import rebuild
-    from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+    from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
     from tinkercloud_protocol.heads.object_store import open_store
     from tinkercloud_protocol.wire.errors import WireError
 

@@ -165,7 +165,7 @@ def merge_checkpoint(
         )
     for module, packages in _FOR_MERGING.items():
         if importlib.util.find_spec(module) is None:
-            fail(f"merging needs {module}; install it with: pip install {packages}")
+            fail(f"merging needs {module}; run `{pip_install(*packages)}`")
     with tempfile.TemporaryDirectory(prefix="tinkercloud-merge-") as temporary:
         adapter = Path(temporary) / "adapter"
         _export(path, adapter, base_url, api_key)

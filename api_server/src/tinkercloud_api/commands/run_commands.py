@@ -120,8 +120,6 @@ def list_runs(
     """List runs: the last used first, and those that have ended last."""
     if as_csv and as_json:
         fail("--csv, --json: choose one of them")
-    from tinkercloud_protocol.responses.run_states import RunInfo
-
     scope = "accessible" if everybody else "owned"
     query = {"limit": str(limit), "access_scope": scope}
     if owner is not None:
@@ -132,7 +130,10 @@ def list_runs(
     def draw() -> None:
         found: list[dict[str, Any]] = request("GET", base_url, api_key, path)["runs"]
         if as_csv:
-            show_csv(found, list(RunInfo.model_fields))
+            from tinkercloud_protocol.responses.run_states import RunInfo
+
+            rows = [{**each, "loss": mean_text(each.get("loss"))} for each in found]
+            show_csv(rows, list(RunInfo.model_fields))
             return
         show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
 

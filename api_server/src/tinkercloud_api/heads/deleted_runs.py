@@ -14,7 +14,7 @@ import structlog
 
 from tinkercloud_api.catalog.schema.tables import SamplingSession, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_calls import HeadCalls
 from tinkercloud_api.heads.known_runs import KnownRun, KnownRuns
 from tinkercloud_api.heads.run_admission import RunAdmission

@@ -22,7 +22,7 @@ import structlog
 
 from tinkercloud_api.catalog.schema.tables import TrainingRun
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.deleted_runs import DeletedRuns
 from tinkercloud_api.heads.head_calls import HEAD_CALL_SECONDS, HeadCalls
 from tinkercloud_api.heads.known_runs import KnownRun, KnownRuns

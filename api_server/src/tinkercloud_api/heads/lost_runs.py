@@ -2,7 +2,7 @@
 
 from tinkercloud_api.catalog.schema.tables import EXPIRED, STORED
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.checkpoints.checkpoint_rows import latest
 from tinkercloud_api.config.readable import moment
 from tinkercloud_protocol.responses.listings import CheckpointInfo

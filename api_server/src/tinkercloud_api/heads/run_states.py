@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tinkercloud_api.catalog.schema.tables import TrainingRun
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.heads.shared_heads import SharedHeads

@@ -13,7 +13,7 @@ from datetime import datetime
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.catalog.schema.tables import SamplingSession, Session
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.activity import Activity
 from tinkercloud_api.heads.known_runs import KnownRuns
 from tinkercloud_api.providers.model_names import is_of

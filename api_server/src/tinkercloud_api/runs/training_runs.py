@@ -9,7 +9,7 @@ import structlog
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.catalog.schema.tables import EXPIRED, Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import (
     Placement,

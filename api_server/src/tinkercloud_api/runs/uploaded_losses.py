@@ -7,7 +7,7 @@ import asyncio
 from dataclasses import dataclass
 
 from tinkercloud_api.access.auth import Principal
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_protocol.losses import traced_losses
 from tinkercloud_protocol.losses.traced_losses import (

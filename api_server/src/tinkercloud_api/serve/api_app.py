@@ -41,8 +41,8 @@ from tinkercloud_api.catalog.runs.sampler_clients import SamplerClients
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.catalog.usage.billing_rows import Billing
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.checkpoints.storage_quota import StorageQuota
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.console import (

@@ -27,7 +27,7 @@ from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.connection import check_revision, migrate, open_database
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.config import added_models, server_settings, state_folder
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.lasting_objects import lasting_objects

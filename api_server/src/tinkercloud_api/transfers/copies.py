@@ -18,7 +18,7 @@ from pydantic import Field, model_validator
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.project_rights import Projects
 from tinkercloud_api.catalog.schema.tables import Upload, now
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.runs.training_runs import TrainingRuns
 from tinkercloud_api.transfers.stored_runs import StoredRuns, check_unused
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest

@@ -9,8 +9,8 @@ import structlog
 
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.config.sections.download_settings import DownloadSettings
 from tinkercloud_api.transfers import tar_layout
 from tinkercloud_api.transfers.signed_urls import Grant, UrlGone, microseconds, signed_url

@@ -11,8 +11,8 @@ import structlog
 
 from tinkercloud_api.catalog.schema.tables import STORED, Session, TrainingRun, Upload, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded, WireError

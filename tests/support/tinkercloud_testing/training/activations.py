@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, WeightSegment
 from tinkercloud_worker.model import base_model
 from tinkercloud_worker.model.base_model import TorchBaseModel

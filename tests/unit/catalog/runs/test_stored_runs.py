@@ -21,8 +21,8 @@ from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Upload
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.runs.training_runs import TrainingRuns

@@ -13,8 +13,8 @@ from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     backbone_and_lm_head,
     blank_model,
-    find_targets,
     name_of,
+    targets_of,
 )
 from tinkercloud_worker.model.base_model import TorchBaseModel
 
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
 def leaves_of(model: PreTrainedModel) -> set[str]:
     """Return the names within their layers of what is adapted."""
     backbone, lm_head = backbone_and_lm_head(model)
-    targets = find_targets(model, name_of(model, backbone), name_of(model, lm_head))
+    targets = targets_of(model, name_of(model, backbone), name_of(model, lm_head))
     return {target.name.partition("layers.")[2].partition(".")[2] for target in targets}
 
 

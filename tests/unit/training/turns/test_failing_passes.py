@@ -11,14 +11,14 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_testing.small_models.data import a_request, random_data
 from tinkercloud_testing.small_models.models import tiny_llama
 from tinkercloud_testing.training.trainers import held_models, together
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
 from tinkercloud_worker.losses import Loss
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import ModelSegments, TorchTrainer
-from tinkercloud_worker.training.collate import Pack
+from tinkercloud_worker.training.packing import Pack
 from tinkercloud_worker.training.trained_model import TrainedModel
 
 MODELS = ("bad", "clean", "pending")

@@ -48,10 +48,10 @@ from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import (
     UnsupportedModelError,
     check_tied,
-    find_targets,
     is_tied,
     max_context_length,
     read_config,
+    targets_of,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.quantized import QuantizedFolder, block_size
@@ -252,7 +252,7 @@ def blank(
         whole = AutoModelForCausalLM.from_config(config)
     sources = _sources(bridge, module)
     _check_complete(whole, sources)
-    targets = find_targets(whole, "model", "lm_head")
+    targets = targets_of(whole, "model", "lm_head")
     linears, experts = _adapt(bridge, module, targets)
     # The trainer computes the LM head.
     module.post_process = False

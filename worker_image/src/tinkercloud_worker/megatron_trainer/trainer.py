@@ -58,8 +58,8 @@ from tinkercloud_worker.megatron_trainer.sharded_adapter import ShardedAdapter, 
 from tinkercloud_worker.megatron_trainer.sharded_model import MegatronShardedModel
 from tinkercloud_worker.model import architecture
 from tinkercloud_worker.model.lm_head import LMHead
-from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all
 from tinkercloud_worker.training.device_memory import DeviceMemory
+from tinkercloud_worker.training.packing import Pack, PassOutput, pack_all
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 

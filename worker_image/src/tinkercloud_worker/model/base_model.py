@@ -20,7 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
-from tinkercloud_worker.device.packing import (
+from tinkercloud_worker.device.packed_attention import (
     PackedSequences,
     mask_kinds,
     use_own_attention,
@@ -32,13 +32,13 @@ from tinkercloud_worker.model.adapted_layers import AdaptedLayers, replaced_weig
 from tinkercloud_worker.model.architecture import (
     backbone_and_lm_head,
     blank_model,
-    find_targets,
     logits_cap,
     logits_factor,
     max_context_length,
     name_of,
     rotary_switch,
     round_behind_embedding,
+    targets_of,
 )
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.model.image_passes import ImagePasses
@@ -75,7 +75,7 @@ class TorchBaseModel:
         self._backbone, self._lm_head = backbone_and_lm_head(model)
         self._backbone_name = name_of(model, self._backbone)
         self._lm_head_name = name_of(model, self._lm_head)
-        self.targets = find_targets(model, self._backbone_name, self._lm_head_name)
+        self.targets = targets_of(model, self._backbone_name, self._lm_head_name)
         self.router_counts = RouterCounts()
         """Counts the tokens routed to experts in a pass."""
         self._layers = AdaptedLayers(model, round_behind_embedding(model))

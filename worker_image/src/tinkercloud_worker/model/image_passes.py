@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.device.packing import mask_kinds
+from tinkercloud_worker.device.packed_attention import mask_kinds
 from tinkercloud_worker.model.architecture import split_vision
 from tinkercloud_worker.vision.spans import Images, ImageSpan
 from tinkercloud_worker.vision.tower import ImageInputs

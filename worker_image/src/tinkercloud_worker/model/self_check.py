@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.device.packing import PackedSequences, watched_windows
+from tinkercloud_worker.device.packed_attention import PackedSequences, watched_windows
 from tinkercloud_worker.lora.segments import WeightSegment
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 

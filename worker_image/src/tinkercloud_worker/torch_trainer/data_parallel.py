@@ -13,7 +13,7 @@ from tinkercloud_worker.engine.ranks import Membership, SharedPassFailed, Sharin
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass
 from tinkercloud_worker.lora.parameters import unchanged_if_it_fails
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
-from tinkercloud_worker.training.collate import PassOutput
+from tinkercloud_worker.training.packing import PassOutput
 from tinkercloud_worker.training.replicated import ReplicatedTrainer
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.ranks import client_errors_lose_the_group
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass

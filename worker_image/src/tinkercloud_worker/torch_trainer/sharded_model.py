@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
-from tinkercloud_worker.device.packing import PackedSequences, mask_kinds
+from tinkercloud_worker.device.packed_attention import PackedSequences, mask_kinds
 from tinkercloud_worker.engine.ranks import Sharding
 from tinkercloud_worker.engine.tensor_slices import Piece, full_slice
 from tinkercloud_worker.lora.experts import find_experts, guard_gradients

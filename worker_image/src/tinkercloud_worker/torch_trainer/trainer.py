@@ -21,7 +21,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import losses
 from tinkercloud_worker.custom_losses.uploaded import LossIsComputing
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, ModelLimits, capped_context_length
 from tinkercloud_worker.engine.memory_report import BYTES_PER_PARAMETER
 from tinkercloud_worker.engine.trainer import LossOutput, Trainer, TrainingPass, WeightsCopy
@@ -48,8 +48,8 @@ from tinkercloud_worker.torch_trainer.logprobs import (
     logprobs_and_gradient,
 )
 from tinkercloud_worker.training.adam import AdamTrainer
-from tinkercloud_worker.training.collate import Pack, PassOutput, pack_all, split
 from tinkercloud_worker.training.device_memory import DeviceMemory
+from tinkercloud_worker.training.packing import Pack, PassOutput, pack_all, split
 from tinkercloud_worker.training.trained_model import TrainedModel, new_adapter
 
 ModelSegments = Sequence[tuple[slice, TrainedModel]]

@@ -127,7 +127,7 @@ class VisionTower:
 
         Args:
             spans: the sequences of the pass.
-            mask_kinds: the mask kinds of the model; see `packing.mask_kinds`.
+            mask_kinds: the mask kinds of the model; see `packed_attention.mask_kinds`.
         """
         if self._merge is None:
             masks = ImageMasks(spans, self._device)

@@ -7,9 +7,13 @@ starts them at each completion.
 import asyncio
 import csv
 import json
+import os
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -78,6 +82,16 @@ def read_settings(**overrides: Any) -> "Settings":  # noqa: ANN401 - any field o
         return load_settings(**overrides)
     except InvalidSettingsError as error:
         fail(f"settings: {error}")
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages into the environment of this program."""
+    if find_spec("pip"):
+        return shlex.join([sys.executable, "-m", "pip", "install", *packages])
+    # uv makes environments without pip. That of a clone is not on the path.
+    folders = [os.environ.get("PATH", os.defpath), str(Path(sys.prefix).parent / ".uv" / "bin")]
+    uv = shutil.which("uv", path=os.pathsep.join(folders)) or "uv"
+    return shlex.join([uv, "pip", "install", "-p", sys.executable, *packages])
 
 
 def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: bool) -> None:

@@ -2,19 +2,25 @@
 
 import re
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from tinkercloud_api.commands.common.progress import waiting
-from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, fail, request, say
+from tinkercloud_api.commands.common.shared import (
+    ApiKey,
+    BaseUrl,
+    Json,
+    fail,
+    pip_install,
+    request,
+    say,
+)
 from tinkercloud_api.commands.run_commands import RunArgument, path_of
 
 _RUN_TAG = "tinkercloud.run"
@@ -129,10 +135,7 @@ def _imported(package: str) -> Any:  # noqa: ANN401 - a module that may not be i
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
-        python = sys.executable
-        # uv makes environments without pip.
-        pip = f"{python} -m pip install" if find_spec("pip") else f"uv pip install -p {python}"
-        fail(f"--to {package}: {error.name} is not installed; run `{pip} {package}`")
+        fail(f"--to {package}: {error.name} is not installed; run `{pip_install(package)}`")
 
 
 def _to_mlflow(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from tinkercloud_worker.device import accelerator
-from tinkercloud_worker.device.packing import flash_attention, flash_takes
+from tinkercloud_worker.device.packed_attention import flash_attention, flash_takes
 from tinkercloud_worker.megatron_trainer.layers.sequence import DividedSequences, SequenceDivision
 
 

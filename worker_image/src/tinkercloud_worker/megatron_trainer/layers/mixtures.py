@@ -16,7 +16,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.tensor_slices import TensorSlice, full_slice
 from tinkercloud_worker.lora.experts import find_experts
 from tinkercloud_worker.losses import LossInputs
@@ -24,7 +24,7 @@ from tinkercloud_worker.megatron_trainer.layers import deepseek
 from tinkercloud_worker.megatron_trainer.layers.grouped_experts import located
 from tinkercloud_worker.megatron_trainer.layers.parallelism import Parallelism
 from tinkercloud_worker.model.architecture import UnsupportedModelError
-from tinkercloud_worker.training.collate import Pack
+from tinkercloud_worker.training.packing import Pack
 
 # megatron-core looks up Transformer Engine's product by this name even if it is not installed.
 vars(moe_utils).setdefault("te_general_gemm", None)

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import padded_lengths
-from tinkercloud_worker.training.collate import Pack
+from tinkercloud_worker.training.packing import Pack
 
 
 @dataclass(kw_only=True, eq=False)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.requests.tensors import SampledSequence, TopLogprobs
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.sampling.growing_text import decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     UNCHANGED,

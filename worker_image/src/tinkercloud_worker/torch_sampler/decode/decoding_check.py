@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingRequest, StopRules
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.self_check import REFUSALS, is_near, scattered_ids

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from tinkercloud_worker.device.packing import ATTENTION
+from tinkercloud_worker.device.packed_attention import ATTENTION
 
 _BOOLEAN = (ATTENTION, "sdpa")
 """Attention implementations that take boolean masks; others add masks to scores."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.lora.segments import ActiveWeights, single_segment
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, TokenSampler

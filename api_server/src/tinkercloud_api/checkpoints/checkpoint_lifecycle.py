@@ -24,10 +24,10 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_rows import info, name_of, path_of
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
 from tinkercloud_api.checkpoints.deferred_requests import DeferredRequests
 from tinkercloud_api.checkpoints.journal_removal import SharedJournals
 from tinkercloud_api.checkpoints.manifest_index import ManifestIndex
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.checkpoints.storage_quota import StorageQuota
 from tinkercloud_api.checkpoints.suspended_states import SuspendedStates
 from tinkercloud_protocol.heads.checkpoint_manifest import (

@@ -21,9 +21,9 @@ from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Checkpoint
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_api.checkpoints.checkpoint_index import Checkpoints
+from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.checkpoints.checkpoint_rows import latest
-from tinkercloud_api.checkpoints.checkpoint_store import ObjectStoreClient
+from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
 from tinkercloud_api.heads.lost_runs import lost_message
 from tinkercloud_protocol.heads.checkpoint_manifest import (
     CheckpointManifest,

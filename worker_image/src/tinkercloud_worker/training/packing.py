@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tinkercloud_protocol.requests.tensors import FloatArray
-from tinkercloud_worker.device.packing import PackedSequences
+from tinkercloud_worker.device.packed_attention import PackedSequences
 from tinkercloud_worker.engine.batch import Batch, Example, ScalarT, bin_pack, padded_lengths
 from tinkercloud_worker.engine.trainer import LossOutput
 from tinkercloud_worker.losses import LossInputs

@@ -1,0 +1,56 @@
+"""The query that finds runs by what people remember of them."""
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from sqlalchemy import ColumnElement, Select, String, cast, or_, select
+
+from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.schema.tables import STORED, Project, Session, TrainingRun
+
+
+@dataclass(frozen=True, slots=True)
+class RunSearch:
+    """What the runs have in common."""
+
+    visible: Visibility
+    text: str = ""
+    """What the id, owner, base model, name, project or metadata of a run contains, in any case."""
+    status: Literal["open", "ended"] | None = None
+    """Whether they have ended; None for all."""
+
+
+def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
+    """Return the query for runs that had a model: the last used first, and deleted ones last."""
+    is_deleted = TrainingRun.deleted_at.is_not(None)
+    query = select(TrainingRun).where(
+        search.visible.of(TrainingRun), TrainingRun.generation.is_distinct_from(STORED)
+    )
+    if search.text:
+        query = query.where(_contains(search.text))
+    if search.status is not None:
+        query = query.where(is_deleted if search.status == "ended" else ~is_deleted)
+    return query.order_by(is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
+
+
+def _contains(text: str) -> ColumnElement[bool]:
+    # Databases keep JSON with escapes.
+    escaped = json.dumps(text)[1:-1]
+    projects = select(Project.id).where(
+        or_(*(column.icontains(text, autoescape=True) for column in (Project.id, Project.name)))
+    )
+    sessions = select(Session.id).where(
+        or_(
+            Session.display_name.icontains(text, autoescape=True),
+            cast(Session.user_metadata, String).icontains(escaped, autoescape=True),
+            cast(Session.tags, String).icontains(escaped, autoescape=True),
+            Session.project_id.in_(projects),
+        )
+    )
+    columns = (TrainingRun.id, TrainingRun.owner, TrainingRun.base_model)
+    return or_(
+        *(column.icontains(text, autoescape=True) for column in columns),
+        cast(TrainingRun.user_metadata, String).icontains(escaped, autoescape=True),
+        TrainingRun.session_id.in_(sessions),
+    )
