@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -47,11 +48,19 @@ def show(measurements: list[Measurement]) -> None:
     Console(width=160).print(table)
 
 
+def cpu() -> str:
+    """Return the model of the CPU, its architecture where Linux does not say, and its vectors."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def write(measurements: list[Measurement]) -> None:
     now = datetime.now(UTC)
     content = {
         "date": now.isoformat(timespec="seconds"),
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu(),
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in ("torch", "transformers", "tinker")},
         "measurements": [{**m.as_row(), "verdict": m.verdict} for m in measurements],

@@ -33,4 +33,4 @@ def gradients(base: TorchBaseModel, rows: int) -> Callable[[], None]:
 def _layers(base: TorchBaseModel) -> list[FrozenLinear]:
     weights = base.named_weights()
     matrices = [weights[f"{each.name}.weight"] for each in base.targets if each.group != "unembed"]
-    return [*(FrozenLinear(each, None, packed=False) for each in matrices), base.frozen_lm_head]
+    return [*(FrozenLinear(each, None) for each in matrices), base.frozen_lm_head]

@@ -34,9 +34,9 @@ def measure(folder: str) -> Iterator[Measurement]:
     """Yield the ratios of a tiny model, and of the model in the folder."""
     with tempfile.TemporaryDirectory() as scratch:
         tiny = save(tiny_llama(), Path(scratch) / "model")
-        yield from _measure("tiny", tiny, {"C8": (4, 64), "C29": (1, 16), "C30": (4, 64)}, 20)
+        yield from _measure("tiny", tiny, {"C8": (4, 64), "C38": (1, 16), "C39": (4, 64)}, 20)
     name = Path(folder).name
-    yield from _measure(name, Path(folder), {"C31": (1, 16)}, 6)
+    yield from _measure(name, Path(folder), {"C41": (1, 16)}, 6)
 
 
 def _measure(name: str, folder: Path, rows: dict[str, Shape], steps: int) -> Iterator[Measurement]:
@@ -60,7 +60,7 @@ def _measure(name: str, folder: Path, rows: dict[str, Shape], steps: int) -> Ite
 
 
 def _wanted(row: str) -> tuple[str, str]:
-    return (">= 2.5", ">= 4") if row == "C29" else (">= 1.0", ">= 2")
+    return (">= 2.5", ">= 4") if row == "C38" else (">= 1.0", ">= 2")
 
 
 def _ratio(

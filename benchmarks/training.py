@@ -167,7 +167,7 @@ def _head_peak(which: str) -> int:
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_rss_bytes()
     if which == "ours":
-        layer = LMHead(FrozenLinear(weight, None, packed=False), ())
+        layer = LMHead(FrozenLinear(weight, None), ())
         logprobs_and_gradient(layer, hidden.detach(), targets, lambda _, lp: torch.ones_like(lp))
     else:
         logits = hidden @ weight.T

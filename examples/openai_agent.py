@@ -66,7 +66,8 @@ def as_datum(recorded: dict, advantage: float) -> types.Datum:
 
 
 def train(client: tinker.ServiceClient, steps: int) -> None:
-    """Train a LoRA adapter on episodes of the agent, and print the mean reward of each step."""
+    """Train a LoRA adapter on episodes of the agent, and print the rewards of each step."""
+    print(f"Creating a run of {MODEL} ...", flush=True)
     training = client.create_lora_training_client(base_model=MODEL, rank=16).result()
     for step in range(steps):
         path = training.save_weights_for_sampler(f"step-{step}").result().path
@@ -75,12 +76,13 @@ def train(client: tinker.ServiceClient, steps: int) -> None:
             session = call("POST", "", {"model": path})["id"]
             reward = agent(f"{BASE_URL}/oai/sessions/{session}/v1", path)
             episodes.append((reward, call("GET", f"/{session}/datums")["data"]))
+            print(f"episode {len(episodes)} of step {step}: reward {reward:.2f}", flush=True)
             call("DELETE", f"/{session}")
         mean = sum(reward for reward, _ in episodes) / len(episodes)
         data = [as_datum(each, reward - mean) for reward, turns in episodes for each in turns]
         training.forward_backward(data, "importance_sampling")
         training.optim_step(types.AdamParams(learning_rate=1e-3)).result()
-        print(f"step {step}: mean reward {mean:.2f} from {len(data)} datums")
+        print(f"step {step}: mean reward {mean:.2f} from {len(data)} datums", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def base_of(bench: Bench, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> 
     key = (shape.name, dtype)
     if key not in _held:
         release_base(bench)
-        _held[key] = TorchBaseModel(shape.build(bench.device, dtype), packed=False)
+        _held[key] = TorchBaseModel(shape.build(bench.device, dtype))
     return _held[key]
 
 

@@ -25,7 +25,7 @@ class Head:
 
     def ours(self) -> Tensor:
         """Return the gradient of the hidden states, as the trainer computes it."""
-        layer = LMHead(FrozenLinear(self.weight, None, packed=False), ())
+        layer = LMHead(FrozenLinear(self.weight, None), ())
         _, gradient = logprobs_and_gradient(
             layer, self.hidden, self.targets, lambda _, lp: torch.full_like(lp, -1.0)
         )

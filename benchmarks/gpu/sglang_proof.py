@@ -233,7 +233,7 @@ def a_proof(
         raise Skipped(f"sglang is not installed (pip install sglang, or set {SGLANG_PYTHON})")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        base = TorchBaseModel(_saved(build(bench.device, dtype), folder / "model"), packed=False)
+        base = TorchBaseModel(_saved(build(bench.device, dtype), folder / "model"))
         server = stack.enter_context(
             a_server(
                 folder / "model",

@@ -1,5 +1,6 @@
 """BaseModel: a model that the platform offers. `get_server_capabilities` lists the ready ones."""
 
+from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -18,6 +19,7 @@ from tinkercloud_crds.pods.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.structural import Part, rules
+from tinkercloud_crds.times import parse_time
 
 ModelName = Annotated[
     str,
@@ -279,10 +281,24 @@ class PoolStatus(Part):
     """Number of sessions that all clusters together can serve."""
     waiting: Annotated[int, Field(ge=0)] = 0
     """Number of sessions that wait for a place."""
+    gpus: Annotated[int, Field(ge=0)] = 0
+    """Number of GPUs that the clusters request."""
+    idle_gpus: Annotated[int, Field(ge=0)] = 0
+    """Number of those whose cluster serves no session."""
+    idle_gpu_hours: Annotated[float, Field(ge=0)] = 0.0
+    """Hours that GPUs have been idle since the pool began, summed over GPUs, until `idleSince`."""
+    idle_since: Annotated[str, Field(max_length=40)] = ""
+    """When `idleGpus` last changed; empty before it has."""
     cluster_summary: Annotated[str, Field(max_length=16)] = ""
     """Ready clusters and all clusters, such as `1/2`, for `kubectl get`."""
     slot_summary: Annotated[str, Field(max_length=16)] = ""
     """Sessions with a place and slots, such as `5/16`, for `kubectl get`."""
+
+    def idle_gpu_hours_at(self, moment: datetime) -> float:
+        """Return the idle GPU hours until a moment at which nothing has changed."""
+        since = parse_time(self.idle_since) if self.idle_since else None
+        hours = max((moment - since).total_seconds(), 0.0) / 3600 if since is not None else 0.0
+        return round(self.idle_gpu_hours + self.idle_gpus * hours, 3)
 
 
 class SparesStatus(Part):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_testing.serving.servers import API_KEY, Server
-from tinkercloud_testing.small_models.chat import CHAT_MODEL
+from tinkercloud_testing.small_models.chat import CHAT_MODEL, a_chat_model
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "use" / "agents.md").read_text()
@@ -105,8 +105,29 @@ def test_the_calls_of_open_webui_list_models_and_stream_an_answer(
     assert "".join(each[0]["delta"].get("content") or "" for each in parts if each)
 
 
+def test_the_template_for_the_model_of_the_quickstart_makes_it_call_a_tool(
+    chat_server: Server, tmp_path: Path
+) -> None:
+    a_chat_model(tmp_path / ".cache" / "tinkercloud" / "SmolLM2-135M-Instruct", positions=2048)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    shell, title = ["/bin/bash", "-eu"], "Tools with SmolLM2"
+    installed = Path(sys.executable).parent
+
+    try:
+        printed = run(shell, code(title, "console"), chat_server, installed, tmp_path)
+    finally:
+        chat_server.request("DELETE", "/api/v1/base_models/smollm2-tools")
+
+    added, answer = printed.splitlines()
+    assert added == "smollm2-tools: ready"
+    [choice] = json.loads(answer)["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "weather"
+    assert json.loads(call["function"]["arguments"])["city"] in {"Lima", "Oslo"}
+
+
 def test_every_example_that_was_not_run_says_so() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.M)
     unproven = [title for title in titles if "**Unproven**" in section(title)]
 
-    assert [*titles[:5], *unproven] == titles
+    assert [*titles[:6], *unproven] == titles

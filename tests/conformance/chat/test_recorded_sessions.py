@@ -124,4 +124,13 @@ def test_the_example_trains_an_agent_of_the_openai_package(chat_server: Server) 
     )
 
     assert result.returncode == 0, result.stderr
-    assert [line.split(":")[0] for line in result.stdout.splitlines()] == ["step 0", "step 1"]
+    first, *lines = result.stdout.splitlines()
+    assert first == f"Creating a run of {CHAT_MODEL} ..."
+    assert [line.split(":")[0] for line in lines] == [
+        each
+        for step in range(2)
+        for each in (
+            *(f"episode {number} of step {step}" for number in range(1, 5)),
+            f"step {step}",
+        )
+    ]

@@ -1,10 +1,12 @@
 """A run whose client has gone continues in a new process, with the lines that a command prints."""
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -205,6 +207,52 @@ def test_a_run_on_disk_after_a_crash_of_the_server_continues_to_the_bit(
         assert shown(server, client.run)["state"] == "on disk"
         lines = printed(server, "attach", client.run, "--yes")
         assert losses_of(server, lines) == expected[STEPS:]
+
+
+def test_attaching_waits_for_a_model_that_loads_and_waiting_requests_say_so(
+    model_folder: Path, tmp_path: Path, expected: list[float]
+) -> None:
+    attach = [sys.executable, "-m", "tinkercloud_api", "runs", "attach"]
+    with (
+        a_server(tmp_path, {MODEL: model_folder}) as server,
+        a_client(server) as client,
+        a_client(server) as gone,
+    ):
+        assert [client.step() for _ in range(STEPS)] == expected[:STEPS]
+        gone.step()
+        gone.leave(signal.SIGKILL)
+        server.kill()
+        server.kill_heads()
+        before = len(server.log)
+        server.start()
+        wait_until(lambda: "session head started" in server.log[before:], "the head")
+        loading = int(server.log[before:].split("pid=")[1].split()[0])
+        os.kill(loading, signal.SIGSTOP)
+        try:
+            threading.Thread(target=client.step, daemon=True).start()
+            wait_until(lambda: shown(server, client.run)["queue_state"] == "waiting", "the request")
+            waits, idle = shown(server, client.run), shown(server, gone.run)
+            with subprocess.Popen(
+                [*attach, gone.run, "--yes"],
+                env=environment(server),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            ) as attaching:
+                assert attaching.stdout is not None
+                assert attaching.stderr is not None
+                progress = next(each for each in attaching.stderr if each.startswith(f"{MODEL}: "))
+                os.kill(loading, signal.SIGCONT)
+                lines = attaching.stdout.read()
+        finally:
+            os.kill(loading, signal.SIGCONT)
+
+    assert re.search(r"is loading the model for \d+ s.*; then it continues$", waits["reason"])
+    assert waits["queue_reason"] in waits["reason"]
+    assert (idle["state"], idle["queue_state"]) == ("on disk", "idle")
+    assert progress.startswith(f"{MODEL}: loading for ")
+    assert "The model has taken 1 steps" in lines
+    assert attaching.returncode == 0
 
 
 def test_automatic_checkpoints_are_listed_while_a_run_lives_and_continue_it_when_it_is_lost(

@@ -84,6 +84,10 @@ def test_the_program_lowers_the_loss_and_its_best_checkpoint_answers_next_week(
     later = run(server, folder, "Next week")
 
     assert ran.returncode == 0, ran.stderr[-4000:]
+    first, second, third, *_ = ran.stdout.splitlines()
+    assert first == f"reading conversations.jsonl with the tokenizer of {MODEL} ..."
+    assert second == "6 conversations"
+    assert re.fullmatch(r"run \S+:train:0", third)
     losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", ran.stdout)]
     # The last batch of an epoch of five conversations has one.
     assert len(losses) == 8 * 3
@@ -116,8 +120,10 @@ def test_a_broken_line_is_named_with_its_number(
         lines.write(f"{broken}\n")
     [reading] = re.findall(r"^def datum.*?(?=^random)", PAGE, re.M | re.S)
 
-    with pytest.raises(SystemExit, match=r"conversations.jsonl, line 7: "):
+    with pytest.raises(SystemExit, match=r"conversations.jsonl, line 7: ") as raised:
         exec(reading, {"DATA": data, "json": json, "tokenizer": tokenizer, "types": types})  # noqa: S102 - it is the page's own program
+
+    assert "line 2" not in str(raised.value)
 
 
 def test_a_program_that_cannot_read_its_data_leaves_no_run(server: Server, folder: Path) -> None:

@@ -19,7 +19,8 @@ from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
 
 MODEL = "tiny/llama"
-COMMAND = (sys.executable, "-m", "tinkercloud_api", "top")
+TINKERCLOUD = (sys.executable, "-m", "tinkercloud_api")
+COMMAND = (*TINKERCLOUD, "top")
 
 
 def environment(server: Server) -> dict[str, str]:
@@ -92,6 +93,23 @@ def test_without_a_terminal_the_state_is_printed_once(server: Server) -> None:
     assert "runs: 1, problems: 0" in text
     for part in (training.model_id, MODEL, f"{loss:.5g}", "ready"):
         assert part in text
+
+
+def test_runs_are_compared_by_the_steps_that_each_has_taken(server: Server) -> None:
+    client = server.client()
+    made = [client.create_lora_training_client(MODEL, rank=4, seed=2).result() for _ in "ab"]
+    losses = [[step(made[0]) / 4, step(made[0]) / 4], [step(made[1]) / 4]]
+    command = [*TINKERCLOUD, "runs", "compare", *(each.model_id for each in made)]
+
+    def listed() -> list[str]:
+        shown = subprocess.check_output(command, env=environment(server), text=True)
+        return shown.splitlines()
+
+    wait_until(lambda: len(listed()) == 3, "the losses of both")
+    first, second = (line.split() for line in listed()[1:])
+
+    assert first == ["1", f"{losses[0][0]:.5g}", f"{losses[1][0]:.5g}"]
+    assert second == ["2", f"{losses[0][1]:.5g}"]
 
 
 def test_a_terminal_shows_a_server_that_leaves_and_returns_until_ctrl_c(server: Server) -> None:

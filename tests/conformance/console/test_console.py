@@ -180,6 +180,8 @@ def test_runs_are_found_by_what_they_contain(
         assert training.model_id in text(browser.get(f"/console/runs?{query}"))
         listed = server.request("GET", f"/api/v1/runs?{query}").json()["runs"]
         assert training.model_id in [run["run_id"] for run in listed]
+    assert training.model_id in text(browser.get("/console/runs?status=open"))
+    assert training.model_id not in text(browser.get("/console/runs?status=ended"))
     for words in ("%", "_", SCRIPT * 2, "no such run"):
         found = text(browser.get(f"/console/runs?{urlencode({'search': words})}"))
         assert "No run that you may see contains this text" in found

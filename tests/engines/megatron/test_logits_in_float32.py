@@ -100,7 +100,7 @@ def test_the_lm_heads_logits_are_bit_for_bit_the_torch_trainers(
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     trainer.forward("m", batch)
     torch_trainer = TorchTrainer(
-        TorchBaseModel(in_dtype(tiny_qwen3(), torch.bfloat16), packed=False), max_batch_tokens=32
+        TorchBaseModel(in_dtype(tiny_qwen3(), torch.bfloat16)), max_batch_tokens=32
     )
     torch_trainer.add_model("m", ADAPTER)
     torch_trainer.import_state("m", trainer.export_state("m"))

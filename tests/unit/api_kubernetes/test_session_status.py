@@ -184,11 +184,19 @@ def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
 
 
 def test_what_uses_a_pool_is_what_the_operator_has_written() -> None:
-    pool = {"clusters": 2, "ready": 1, "models": 5, "slots": 16, "waiting": 3, "fromTheFuture": 1}
+    pool: dict[str, Any] = {"clusters": 2, "ready": 1, "models": 5, "slots": 16, "waiting": 3}
+    pool |= {"gpus": 8, "idleGpus": 4, "idleGpuHours": 1.5, "fromTheFuture": 1}
 
     assert read_base_model(BASE_MODEL).pool is None
     assert read_base_model({**BASE_MODEL, "status": {"pool": pool}}).pool == PoolUse(
-        clusters=2, ready=1, models=5, slots=16, waiting=3
+        clusters=2,
+        ready=1,
+        models=5,
+        slots=16,
+        waiting=3,
+        gpus=8,
+        idle_gpus=4,
+        idle_gpu_hours=1.5,
     )
 
 

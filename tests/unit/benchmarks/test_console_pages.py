@@ -29,7 +29,7 @@ async def test_no_page_but_a_search_reads_a_table_of_runs_whole(
     whole = {path: set(page["tables_read_whole"]) for path, page in measured["pages"].items()}
     assert len(whole) > 10
     assert {path: tables for path, tables in whole.items() if tables} == {
-        SEARCH: {"sessions", "training_runs"},
+        SEARCH: {"sessions", "training_runs", "projects"},
         "/console/programs": {"programs"},
         "/console/projects": {"projects"},
         "/console/runs/s2:train:9/surplus_checkpoints?keep=1": {"uploads", "sampling_sessions"},

@@ -220,6 +220,16 @@ def test_the_refusal_of_a_schema_names_the_field_of_each_request() -> None:
             grammars.compile(rule, TEXT, [EOS_TOKEN_ID], PROMPT)
 
 
+@pytest.mark.parametrize("schema", [{"enum": []}, {"type": []}, {"anyOf": []}], ids=str)
+def test_an_empty_keyword_of_a_schema_is_named_as_the_schema_has_it(
+    schema: dict[str, list[str]],
+) -> None:
+    [keyword] = schema
+
+    with pytest.raises(InvalidRequest, match=f"Unsatisfiable schema: {keyword} is empty"):
+        a_grammar({"type": "object", "properties": {"a": schema}, "anyOf": [schema]})
+
+
 class Answering(InferenceClient):
     """A SGLang server with one answer, in the shape of its source."""
 

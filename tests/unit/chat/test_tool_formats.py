@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -51,6 +52,9 @@ FUNCTIONS = [Function("look", SCHEMA, "tools.0")]
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 FINAL_ONLY = FINAL.removeprefix("<|start|>assistant")
 COMMENTARY = "<|channel|>commentary to=functions.look <|constrain|>json<|message|>"
+
+
+EXAMPLE = (Path(__file__).parents[3] / "examples" / "hermes_tools.jinja").read_text()
 
 
 def model_of(template: str) -> tuple[ChatText, Any]:
@@ -610,3 +614,31 @@ def test_long_calls_in_xml_are_searched_once_for_their_end() -> None:
 
     assert isinstance(call, ToolCall)
     assert len(json.loads(call.arguments_json)["city"]) == 13 * 20_000
+
+
+def test_the_example_of_a_template_writes_calls_as_they_are_read() -> None:
+    called = {"function": {"name": "look", "arguments": {"city": 'Bern "1"', "days": 2}}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "So.", "tool_calls": [called, called]},
+        {"role": "tool", "content": "rain"},
+    ]
+    text, tokenizer = a_text(template=EXAMPLE)
+
+    rendered = tokenizer.apply_chat_template(
+        messages, tools=[TOOL], tokenize=False, add_generation_prompt=True
+    )
+
+    prompt, _, rest = rendered.partition("<|im_start|>assistant\n")
+    written, _, end = rest.partition("<|im_end|>")
+    said = [*tokenizer.encode(written), EOS_TOKEN_ID]
+    [choice] = openai_says(text, said, streams=False, tools=[TOOL])
+    assert json.dumps(SCHEMA) in prompt
+    assert choice.text == "So."
+    assert [(name, json.loads(given)) for name, given in choice.calls] == [
+        ("look", called["function"]["arguments"])
+    ] * 2
+    assert end.endswith(
+        "<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert tokenizer.apply_chat_template(messages[:1], tokenize=False).count("<tool") == 0

@@ -66,26 +66,36 @@ def test_what_a_client_logs_is_apart_and_in_the_order_of_time(name: str, accepte
     ]
 
 
-@pytest.mark.parametrize(
-    ("package", "pip", "install"),
-    [
-        ("mlflow", ModuleType("pip"), f"{sys.executable} -m pip install"),
-        ("wandb", None, f"uv pip install -p {sys.executable}"),
-    ],
-)
-def test_a_missing_package_is_named_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch, package: str, pip: ModuleType | None, install: str
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    if pip is not None:
-        pip.__spec__ = ModuleSpec("pip", None)
-    monkeypatch.setitem(sys.modules, "pip", pip)
+def a_uv(folder: Path) -> Path:
+    """Return the file of a uv in a new folder."""
+    folder.mkdir(parents=True)
+    (folder / "uv").touch(0o755)
+    return folder / "uv"
 
-    command = ["runs", "export", "a:train:0", "--api-key", "tml-key", "--to", package]
+
+@pytest.mark.parametrize("where", ["pip", "the path", "a clone", "nowhere"])
+def test_a_missing_package_is_named_with_a_command_that_exists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str
+) -> None:
+    pip = ModuleType("pip")
+    pip.__spec__ = ModuleSpec("pip", None)
+    monkeypatch.setitem(sys.modules, "pip", pip if where == "pip" else None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "clone" / ".venv"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    uv: str | Path = "uv"
+    if where == "the path":
+        uv = a_uv(tmp_path / "bin")
+    elif where == "a clone":
+        uv = a_uv(tmp_path / "clone" / ".uv" / "bin")
+
+    command = ["runs", "export", "a:train:0", "--api-key", "tml-key", "--to", "wandb"]
     result = CliRunner().invoke(app, command)
 
+    python = sys.executable
+    install = f"{python} -m pip install" if where == "pip" else f"{uv} pip install -p {python}"
     assert result.exit_code == 1
-    assert f"run `{install} {package}`" in result.stderr
+    assert f"run `{install} wandb`" in result.stderr
 
 
 @pytest.mark.parametrize("others", [["--to", "wandb"], ["--to", "mlflow", "--folder", "curves"]])

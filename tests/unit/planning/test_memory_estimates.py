@@ -119,7 +119,7 @@ def planned(
 
 def trained_bytes(model: PreTrainedModel, config: LoraConfig | None) -> int:
     """Return what the torch trainer holds of a model that has taken a step."""
-    trainer = TorchTrainer(TorchBaseModel(model, packed=False), max_batch_tokens=64)
+    trainer = TorchTrainer(TorchBaseModel(model), max_batch_tokens=64)
     trainer.add_model("m", config)
     trainer.optim_step("m", AdamParams())
     held = held_models(trainer)["m"]
@@ -154,7 +154,7 @@ def adapted(model: PreTrainedModel) -> PeftModel:
 
 def kept_by_the_trainer(config: dict[str, Any], *, recompute: bool) -> int:
     """Return what a forward pass of the trainer keeps for the backward pass."""
-    return kept(TorchBaseModel(built(config).eval(), packed=False), TOKENS, recompute=recompute)
+    return kept(TorchBaseModel(built(config).eval()), TOKENS, recompute=recompute)
 
 
 @pytest.fixture(scope="module")

@@ -401,6 +401,6 @@ def test_a_saved_file_is_safetensors(tmp_path: Path) -> None:
 
 
 def test_a_real_model_is_served_in_bfloat16() -> None:
-    base = TorchBaseModel.load(str(smollm2()), torch.bfloat16, packed=False)
+    base = TorchBaseModel.load(str(smollm2()), torch.bfloat16)
 
     assert base.dtype == torch.bfloat16

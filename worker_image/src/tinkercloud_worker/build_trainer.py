@@ -170,9 +170,7 @@ def torch_rank(config: HeadConfig) -> DataParallelTrainer:
             max_kept_tokens=None if trainer.max_kept_tokens is None else 0,
             memory=_rank_memory(config),
         )
-    base = TorchBaseModel.load(
-        config.model.path, dtype, packed=trainer.packed_weights, device=trainer.device
-    )
+    base = TorchBaseModel.load(config.model.path, dtype, device=trainer.device)
     return DataParallelTrainer(
         base,
         max_batch_tokens=trainer.max_batch_tokens,

@@ -144,10 +144,7 @@ def load_base(config: HeadConfig) -> TorchBaseModel:
             " torch can use, or set trainer.device to 'cpu'"
         )
     return TorchBaseModel.load(
-        config.model.path,
-        getattr(torch, config.trainer.dtype),
-        packed=config.trainer.packed_weights,
-        device=device,
+        config.model.path, getattr(torch, config.trainer.dtype), device=device
     )
 
 

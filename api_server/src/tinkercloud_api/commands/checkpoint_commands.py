@@ -22,6 +22,7 @@ from tinkercloud_api.commands.common.shared import (
     Yes,
     confirm,
     fail,
+    pip_install,
     request,
     say,
     say_line,
@@ -37,7 +38,7 @@ app = typer.Typer(
 _COMPLETE = "checkpoint_complete"
 """Empty file at the end of a complete archive."""
 _PART_BYTES = 1 << 20
-_FOR_MERGING = {"tinkercloud_worker": "tinkercloud", "peft": "peft accelerate"}
+_FOR_MERGING = {"tinkercloud_worker": ["tinkercloud"], "peft": ["peft", "accelerate"]}
 """What merging imports, and the packages that have it."""
 _WEIGHTS = {".safetensors", ".bin"}
 """Endings of files with weights."""

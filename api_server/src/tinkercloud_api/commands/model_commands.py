@@ -81,18 +81,11 @@ def add_model(
     # What this machine can't read, the server may.
     with suppress(PlaceError):
         where = absolute(where)
-    model = request("POST", base_url, api_key, "base_models", {"name": name, "source": where})
-    progress = StateProgress()
-    try:
-        while model["state"].startswith(_UNFINISHED):
-            progress(f"{name}: {model['state']}")
-            time.sleep(_POLL_SECONDS)
-            listed = {each["model_name"]: each for each in _listed(api_key, base_url)}
-            if name not in listed:
-                fail(f"{name} was removed meanwhile")
-            model = listed[name]
-    finally:
-        progress.finish()
+    request("POST", base_url, api_key, "base_models", {"name": name, "source": where})
+    wait_until_loaded(name, api_key, base_url)
+    model = _named(name, api_key, base_url)
+    if model is None:
+        fail(f"{name} was removed meanwhile")
     if model["state"].startswith("failed"):
         fail(
             f"{name}: {model['state']}; `tinkercloud models add` tries again, and `tinkercloud"
@@ -124,6 +117,28 @@ def remove_model(
     if removed["returns_at_start"]:
         sentence += ", until the next start: a setting or --model names it"
     say(sentence, removed, as_json=as_json)
+
+
+def wait_until_loaded(name: str, api_key: str, base_url: str | None) -> bool:
+    """Show how far a model is while it is downloaded or loads; return whether it was not ready."""
+    progress, has_waited = StateProgress(), False
+    try:
+        while (model := _named(name, api_key, base_url)) and _is_unfinished(model):
+            progress(f"{name}: {model['state']}")
+            time.sleep(_POLL_SECONDS)
+            has_waited = True
+    finally:
+        progress.finish()
+    return has_waited
+
+
+def _is_unfinished(model: dict[str, Any]) -> bool:
+    return (model["state"] or "").startswith(_UNFINISHED)
+
+
+def _named(name: str, api_key: str, base_url: str | None) -> dict[str, Any] | None:
+    listed = _listed(api_key, base_url)
+    return next((each for each in listed if each["model_name"] == name), None)
 
 
 def _listed(api_key: str, base_url: str | None) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """`tinkercloud runs`: how the runs of a server are doing; save, stop and continue them."""
 
+import asyncio
 import json
 from datetime import UTC, datetime
 from typing import Annotated, Any
@@ -7,22 +8,28 @@ from urllib.parse import quote, urlencode
 
 import typer
 
+from tinkercloud_api.commands.common.progress import waiting
 from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
+    CallError,
     Csv,
     Json,
+    NoAnswerError,
     Watch,
     Yes,
+    call,
     confirm,
     fail,
     request,
     say,
     say_line,
+    server_url,
     show,
     show_csv,
     watch,
 )
+from tinkercloud_api.commands.model_commands import wait_until_loaded
 from tinkercloud_api.config.readable import binary_size
 
 app = typer.Typer(
@@ -338,7 +345,8 @@ def attach_run(
             question = f"Shut out the client, if it still runs, of {_described(found)}?"
             confirm(question, skipped=yes)
         _say_wait("continuing", found)
-        typer.echo(_attached(run, api_key, base_url))
+        attached = _attach(found, api_key, base_url)
+        typer.echo(_attaching(run, attached, api_key, base_url))
         return
     if found["state"] not in _GONE:
         fail(f"training run {run} can't be continued now: {found['reason']}")
@@ -350,9 +358,32 @@ def attach_run(
     typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step, step)))
 
 
-def _attached(run: str, api_key: str, base_url: str | None) -> str:
-    """Return the lines that continue a run that lives, once other clients are shut out."""
-    attached = request("POST", base_url, api_key, "attach_model", {"model_id": run})
+def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str, Any]:
+    """Shut out other clients of a run that lives, once its model is loaded."""
+    url, model = server_url(base_url), run["base_model"]
+    wait_until_loaded(model, api_key, url)
+    while True:
+        sending = call("POST", url, api_key, "attach_model", {"model_id": run["run_id"]})
+        try:
+            with waiting(f"waiting for POST attach_model of {url}"):
+                attached: dict[str, Any] = asyncio.run(sending)
+        except CallError as error:
+            # The server waits for a model for less time than a large one needs.
+            if not isinstance(error, NoAnswerError) or not wait_until_loaded(model, api_key, url):
+                fail(str(error))
+        else:
+            return attached
+
+
+def _attaching(run: str, attached: dict[str, Any], api_key: str, base_url: str | None) -> str:
+    """Return the lines that continue a run that lives.
+
+    Args:
+        run: its id.
+        attached: the answer of the server to a client that attached to it.
+        api_key: the caller's key.
+        base_url: URL of the server; None means the running server of this machine.
+    """
     info = request("POST", base_url, api_key, "get_info", {"model_id": run})
     # The lines attach again: numbers of requests that an earlier use has sent would return the
     # results of that time. The SDK counts requests from 0 and sends the number plus one. Each

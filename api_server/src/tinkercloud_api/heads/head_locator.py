@@ -95,6 +95,10 @@ class HeadLocator:
         endpoint = self._provider.find(run.placement)
         return endpoint if endpoint and endpoint.generation == run.generation else None
 
+    def is_placing(self, run_id: str) -> bool:
+        """Return whether requests wait until a run is on a head."""
+        return run_id in self._placing
+
     def start_placing(self, row: TrainingRun) -> None:
         """Start placing a run without a head in the background; `head_of_run` waits for it."""
         self.known.cache_run(row)

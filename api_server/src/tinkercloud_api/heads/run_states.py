@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tinkercloud_api.catalog.schema.tables import TrainingRun
 from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
@@ -16,6 +16,7 @@ from tinkercloud_protocol.responses.run_states import RunState
 from tinkercloud_protocol.wire.errors import Unavailable
 
 _CONCURRENT_READS = 16
+_CONTINUES = "its next request continues it where it was"
 _LOST = "its session head stopped without saving it"
 
 
@@ -87,7 +88,7 @@ class RunStates:
         placement = placement_of(row)
         state = await self.checkpoints.suspended.find(row.id)
         if state is not None and state.continues_from(generation):
-            return Whereabouts("suspended", step=state.step)
+            return self._away(row.id, placement, Whereabouts("suspended", step=state.step))
         if is_placed:
             # On a cluster of a pool, whose head another API server uses.
             return Whereabouts("live", self.provider.pending(placement).reason)
@@ -97,13 +98,19 @@ class RunStates:
             or await self.checkpoints.suspended.is_unsaved(row.id, generation, unsaved)
             or await self.checkpoints.journals.has(row.id, generation)
         ):
-            return self._on_disk(placement)
+            return self._away(row.id, placement, Whereabouts("on disk", _CONTINUES))
         return Whereabouts("lost", _LOST)
 
-    def _on_disk(self, placement: Placement) -> Whereabouts:
-        """Return what is known of a run that the next process of its head continues."""
-        continues = "its next request continues it where it was"
-        waits = self.provider.pending(placement)
-        if waits.queue_state == "active" or waits.reason is None:
-            return Whereabouts("on disk", continues)
-        return Whereabouts("on disk", f"{waits.reason}; {continues}", "waiting", waits.reason)
+    def _away(self, run_id: str, placement: Placement, idle: Whereabouts) -> Whereabouts:
+        """Return what is known of a run that a head continues with its next request.
+
+        Args:
+            run_id: its id.
+            placement: where it is placed.
+            idle: what is known if no request waits for it.
+        """
+        if not self.locator.is_placing(run_id):
+            return idle
+        waits = self.provider.pending(placement).reason
+        reason = f"{waits}; then it continues"
+        return replace(idle, reason=reason, queue_state="waiting", queue_reason=waits)

@@ -111,10 +111,6 @@ class TrainerConfig(_Config):
     """Size, in tokens, above which a micro-batch uses activation checkpointing: activations are
     recomputed layer by layer in the backward pass, which takes a third more time and a small
     fraction of the memory. None: all activations are always kept."""
-    packed_weights: bool = False
-    """Whether to keep additional copies of frozen layers on the CPU in a packed format, in float32.
-    They triple the memory of these layers, and save up to a tenth of the time of passes of few
-    tokens or of ever new lengths. Does not apply to sharded weights."""
     sharded: bool = False
     """Whether to shard the base model and fully fine-tuned models across the ranks (FSDP2). If
     false, each rank holds a full copy. The first rank reads the whole base model into host memory.

@@ -80,6 +80,12 @@ class PoolUse(Answer):
     """Number of runs that have a slot."""
     waiting: int
     """Number of runs that wait for a slot."""
+    gpus: int = 0
+    """Number of GPUs that all clusters request."""
+    idle_gpus: int = 0
+    """Number of those whose cluster serves no run."""
+    idle_gpu_hours: float = 0.0
+    """Hours that GPUs have been idle since the pool began, summed over GPUs."""
 
 
 class ListedModel(Answer):

@@ -157,7 +157,7 @@ def test_a_model_thon_one_rank_reads_is_the_same_at_all(
         trainer=TrainerConfig(ranks=2, sharded=True, max_batch_tokens=BATCH_TOKENS),
     )
     sharded = trainer_of(2, partial(torch_rank, config))
-    single = TorchTrainer(TorchBaseModel(make(), packed=False), max_batch_tokens=BATCH_TOKENS)
+    single = TorchTrainer(TorchBaseModel(make()), max_batch_tokens=BATCH_TOKENS)
 
     steps = []
     for trainer in (sharded, single):

@@ -201,7 +201,7 @@ class MeasuredTrainer(Mortal, ShardedTrainer, Measured):
             shared = share_out(whole, mesh)
         self._most_whole_layers = max(counts)
         super().__init__(
-            TorchBaseModel(shared, packed=False),
+            TorchBaseModel(shared),
             mesh,
             max_batch_tokens=BATCH_TOKENS,
             max_kept_tokens=max_kept_tokens,

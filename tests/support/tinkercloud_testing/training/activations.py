@@ -82,7 +82,7 @@ def _kept_with_liger(config: Mapping[str, Any]) -> float:
     for layers in _LAYERS:
         model = built(_with_layers(config, layers)).eval()
         use_liger(model)
-        bases.append(TorchBaseModel(model, packed=False))
+        bases.append(TorchBaseModel(model))
     fewer, more = ([kept(base, tokens, recompute=False) for base in bases] for tokens in _TOKENS)
     return ((more[1] - more[0]) - (fewer[1] - fewer[0])) / (_TOKENS[1] - _TOKENS[0])
 

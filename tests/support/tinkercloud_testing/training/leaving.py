@@ -52,9 +52,7 @@ def taken_by_what_leaves() -> dict[str, int]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        divided = ShardedModel(
-            TorchBaseModel(share_out(tiny_llama(), mesh), packed=False), mesh, recompute=False
-        )
+        divided = ShardedModel(TorchBaseModel(share_out(tiny_llama(), mesh)), mesh, recompute=False)
         import tinkercloud_testing.training.elsewhere  # noqa: F401, PLC0415 - it can't be undone
 
         taken: dict[str, int] = {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.base_model import PoolStatus
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory, head_memory
 from tinkercloud_operator.decide.pool.pool_facts import pool_facts
@@ -228,7 +229,7 @@ def test_a_placed_run_without_room_gets_another_cluster_and_says_why_it_waits() 
     full = plan_pool(at_most)
     assert (full.create, full.changes_at) == ((), NOW + timedelta(minutes=5))
     assert "pool.maxClusters is 1" in full.waiting["two"]
-    status = pool_status(at_most)
+    status = pool_status(at_most, PoolStatus())
     assert status is not None
     assert status.waiting == 1
 

@@ -23,7 +23,7 @@ def gradient_and_kept_bytes(
 ) -> tuple[torch.Tensor, int]:
     """Return the gradient of two models' passes in turn, and what the last of them kept."""
     trainer = TorchTrainer(
-        TorchBaseModel(model, packed=False), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
+        TorchBaseModel(model), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
     )
     batch = prepare(a_request(random_data(LENGTHS)), trainer.limits)
     kept: list[int] = []

@@ -42,7 +42,7 @@ def in_half(model: PreTrainedModel) -> PreTrainedModel:
 
 def a_trainer(model: PreTrainedModel, max_kept_tokens: int | None = None) -> TorchTrainer:
     trainer = TorchTrainer(
-        TorchBaseModel(model, packed=False), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
+        TorchBaseModel(model), max_batch_tokens=64, max_kept_tokens=max_kept_tokens
     )
     trainer.add_model("m", None)
     return trainer
@@ -141,7 +141,7 @@ every_trainer = pytest.mark.parametrize("kind", [TorchTrainer, TorchTrainerWithS
 def test_a_full_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_trained(
     kind: type[TorchTrainer],
 ) -> None:
-    trainer = kind(TorchBaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
+    trainer = kind(TorchBaseModel(in_half(tiny_llama())), max_batch_tokens=64)
     trainer.add_model("m", None)
     run(trainer, random_data(LENGTHS))
     trainer.optim_step("m", AdamParams(learning_rate=1e-4))
@@ -160,7 +160,7 @@ def test_a_full_model_is_published_as_passes_compute_with_it_and_saved_as_it_is_
 def test_an_adapter_is_published_in_float32_whatever_the_dtype_of_the_base(
     kind: type[TorchTrainer],
 ) -> None:
-    trainer = kind(TorchBaseModel(in_half(tiny_llama()), packed=False), max_batch_tokens=64)
+    trainer = kind(TorchBaseModel(in_half(tiny_llama())), max_batch_tokens=64)
     trainer.add_model("m", LoraConfig(rank=4))
 
     published = trainer.publication("m")()
@@ -206,7 +206,7 @@ async def test_samples_equal_those_of_a_base_with_the_same_weights(
 
 
 def test_a_base_that_keeps_some_weights_in_float32_is_not_fully_fine_tuned(tmp_path: Path) -> None:
-    base = TorchBaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16, packed=False)
+    base = TorchBaseModel.load(str(save(tiny_ernie(), tmp_path)), torch.bfloat16)
     trainer = TorchTrainer(base, max_batch_tokens=64)
 
     with pytest.raises(InvalidRequest, match=r"mlp\.gate\.\S* in torch\.float32; set a LoRA rank"):

@@ -97,9 +97,7 @@ def test_experts_without_rows_have_no_gradient_whatever_is_in_its_memory(
 def test_a_fully_fine_tuned_mixture_whose_experts_see_no_token_has_no_gradient_of_them(
     dtype: torch.dtype,
 ) -> None:
-    trainer = TorchTrainer(
-        TorchBaseModel(in_dtype(tiny_qwen3_moe(), dtype), packed=False), max_batch_tokens=8
-    )
+    trainer = TorchTrainer(TorchBaseModel(in_dtype(tiny_qwen3_moe(), dtype)), max_batch_tokens=8)
     trainer.add_model("m", None)
 
     run(trainer, random_data([2]))

@@ -21,7 +21,7 @@ def a_layer(dtype: torch.dtype = torch.float32) -> tuple[LMHead, Tensor]:
     torch.manual_seed(0)
     weight = torch.randn(VOCAB_SIZE, HIDDEN_SIZE).to(dtype)
     hidden = torch.randn(ROWS, HIDDEN_SIZE).to(dtype)
-    return LMHead(FrozenLinear(weight, None, packed=False), ()), hidden
+    return LMHead(FrozenLinear(weight, None), ()), hidden
 
 
 class LargestTensor(TorchDispatchMode):

@@ -63,20 +63,17 @@ class AdaptedLayers:
             self._products = LoraProducts(())
             self._segments, self._recomputes = (), False
 
-    def adapt_all(
-        self, targets: Sequence[Target], router_counts: RouterCounts, *, packed: bool
-    ) -> str | None:
+    def adapt_all(self, targets: Sequence[Target], router_counts: RouterCounts) -> str | None:
         """Prepare layers for adapters; return the class of experts that can't be adapted.
 
         Args:
             targets: the layers that adapters may have.
             router_counts: counts the tokens that each module with experts routes.
-            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
         """
         model = self._model
         for target in targets:
             if target.group != "unembed" and not target.experts:
-                self._adapt(target, model.get_submodule(target.name), packed=packed)
+                self._adapt(target, model.get_submodule(target.name))
         experts = find_experts(model)
         for each in experts:
             module = model.get_submodule(each.name)
@@ -85,11 +82,11 @@ class AdaptedLayers:
             router_counts.watch(module)
         return unadaptable_experts(experts, model)
 
-    def _adapt(self, target: Target, module: nn.Module, *, packed: bool) -> None:
+    def _adapt(self, target: Target, module: nn.Module) -> None:
         """Make a linear layer add the LoRA deltas of a pass."""
         if self._dtype == torch.float32:
             if isinstance(module, nn.Linear) and has_kernels(module.weight):
-                self._freeze(target, module, packed=packed)
+                self._freeze(target, module)
             else:
                 module.register_forward_hook(partial(self._add_deltas, target))
             return
@@ -107,9 +104,9 @@ class AdaptedLayers:
         # Assigned to the instance, so that the module keeps its class and parameter names.
         module.forward = forward
 
-    def _freeze(self, target: Target, module: nn.Linear, *, packed: bool) -> None:
+    def _freeze(self, target: Target, module: nn.Linear) -> None:
         """Make a linear layer use oneDNN and add deltas, unless another weight replaces its own."""
-        frozen = FrozenLinear(module.weight, module.bias, packed=packed)
+        frozen = FrozenLinear(module.weight, module.bias)
 
         def forward(x: Tensor) -> Tensor:
             if module.weight is not frozen.weight:

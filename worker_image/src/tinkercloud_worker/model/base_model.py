@@ -54,12 +54,11 @@ log = logging.getLogger(__name__)
 class TorchBaseModel:
     """The shared base model. Not thread-safe: only one pass runs at a time."""
 
-    def __init__(self, model: PreTrainedModel, *, packed: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         """Wrap a model: replace its forward functions and take out its towers.
 
         Args:
             model: any Hugging Face causal LM, or a vision-language model.
-            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
 
         Raises:
             UnsupportedModelError: this engine does not compute the architecture correctly.
@@ -79,9 +78,7 @@ class TorchBaseModel:
         self.router_counts = RouterCounts()
         """Counts the tokens routed to experts in a pass."""
         self._layers = AdaptedLayers(model, round_behind_embedding(model))
-        self.unadaptable_experts = self._layers.adapt_all(
-            self.targets, self.router_counts, packed=packed
-        )
+        self.unadaptable_experts = self._layers.adapt_all(self.targets, self.router_counts)
         """The class of experts that can't be adapted, if the model has any."""
         layers = layers_of(self._backbone)
         self._layer_prefixes = tuple(f"{name}." for name, _ in layers)
@@ -89,7 +86,7 @@ class TorchBaseModel:
             self._layers.make_recomputable(f"{self._backbone_name}.{name}.", layer)
         self._head_target = next(t for t in self.targets if t.group == "unembed")
         bias = getattr(self._lm_head, "bias", None)
-        self.frozen_lm_head = FrozenLinear(self._lm_head_weight(), bias, packed=packed)
+        self.frozen_lm_head = FrozenLinear(self._lm_head_weight(), bias)
         """The LM head of the base."""
         self._mask_kinds = mask_kinds(model.config)
         self._logits_factor = logits_factor(model.config)
@@ -110,7 +107,6 @@ class TorchBaseModel:
         path: str,
         dtype: torch.dtype,
         *,
-        packed: bool = False,
         device: str = "cpu",
     ) -> "TorchBaseModel":
         """Load a model from a local folder in Hugging Face layout.
@@ -118,7 +114,6 @@ class TorchBaseModel:
         Args:
             path: the folder.
             dtype: the dtype of its weights in memory.
-            packed: whether to keep packed copies of weights, which take memory (`frozen_linear`).
             device: the device to compute on, as torch names it.
 
         Raises:
@@ -129,7 +124,7 @@ class TorchBaseModel:
         model = load_pretrained(path, dtype)
         log.info("loading", extra={"progress": "comparing its results with those of transformers"})
         nn.Module.to(model, torch.device(device))
-        base = cls(model, packed=packed)
+        base = cls(model)
         base.fingerprint = fingerprint_of(path)
         return base
 
@@ -296,7 +291,7 @@ class TorchBaseModel:
             return self.frozen_lm_head
         weight, bias = self.lm_head_of(replaced)
         rounded_bias = None if bias is None else bias.to(self.dtype)
-        return FrozenLinear(weight.to(self.dtype), rounded_bias, packed=False)
+        return FrozenLinear(weight.to(self.dtype), rounded_bias)
 
     def lm_head_of(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the weight [V, D] and bias [V] (or None) of a full model's LM head."""

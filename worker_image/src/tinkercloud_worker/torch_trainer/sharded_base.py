@@ -54,8 +54,8 @@ def load_sharded(path: str, dtype: torch.dtype, mesh: DeviceMesh) -> TorchBaseMo
         UnsupportedModelError: this engine does not compute the architecture correctly.
     """
     if mesh.get_local_rank() != _READER:
-        return TorchBaseModel(share_out(None, mesh), packed=False)
-    base = TorchBaseModel(share_out(load_pretrained(path, dtype), mesh), packed=False)
+        return TorchBaseModel(share_out(None, mesh))
+    base = TorchBaseModel(share_out(load_pretrained(path, dtype), mesh))
     base.fingerprint = fingerprint_of(path)
     return base
 

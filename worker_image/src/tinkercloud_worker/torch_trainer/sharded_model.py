@@ -105,7 +105,7 @@ class ShardedModel(Sharding):
         of_pass = self._lm_head_gradients
         gradients = (of_pass["weight"], of_pass.get("bias")) if of_pass else None
         cap = logits_cap(self._model.config)
-        return LMHead(FrozenLinear(weight, bias, packed=False), (), gradients, cap)
+        return LMHead(FrozenLinear(weight, bias), (), gradients, cap)
 
     def backward(self, hidden_RD: Tensor, gradient_RD: Tensor) -> None:
         """Run the backbone's backward pass, and reduce the LM head's gradient over ranks."""

@@ -6,12 +6,11 @@ several servers, therefore changes nothing that is already known.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import cast
+from typing import Any, cast
 
+from sqlalchemy import Row, delete, or_, select
 from sqlalchemy import Table as SqlTable
-from sqlalchemy import delete, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncEngine
-from sqlalchemy.orm import aliased
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, SampleText, TrainingRun
@@ -19,6 +18,7 @@ from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, Cur
 
 _TABLE = cast("SqlTable", RunPoint.__table__)
 _VALUES = ("steps", "step", "at", "metrics")
+_COLUMNS = {name: getattr(RunPoint, name) for name in ("number", *_VALUES)}
 _OF_RUNS = (RunPoint, LoggedValue, SampleText)
 """What is forgotten together."""
 _MAX_FORGOTTEN = 100
@@ -72,23 +72,20 @@ class RunPoints(Statements):
         Args:
             run_ids: the runs; at most a page of them.
         """
-        other = aliased(RunPoint)
-        newest = (
-            select(other.stride, other.number)
-            .where(other.run_id == TrainingRun.id)
-            .order_by(other.stride.desc(), other.number.desc())
+        # Subqueries of one row each, which both databases answer from the primary key.
+        newest = [
+            select(column)
+            .where(RunPoint.run_id == TrainingRun.id)
+            .order_by(RunPoint.stride.desc(), RunPoint.number.desc())
             .limit(1)
-        )
-        query = (
-            select(RunPoint)
-            .join(TrainingRun, TrainingRun.id == RunPoint.run_id)
-            .where(TrainingRun.id.in_(run_ids))
-            .where(
-                tuple_(RunPoint.stride, RunPoint.number)
-                == newest.correlate(TrainingRun).scalar_subquery()
-            )
-        )
-        return {row.run_id: _point(row) for row in await self._all(query)}
+            .scalar_subquery()
+            .label(name)
+            for name, column in _COLUMNS.items()
+        ]
+        query = select(TrainingRun.id, *newest).where(TrainingRun.id.in_(run_ids))
+        async with self._reading() as db:
+            rows = (await db.execute(query)).all()
+        return {row.id: _point(row) for row in rows if row.steps is not None}
 
     async def forget(self, before: datetime) -> bool:
         """Delete the points, logged values and samples of some runs without a request since a time.
@@ -116,7 +113,7 @@ def _row(run_id: str, stride: int, point: CurvePoint) -> dict[str, object]:
     }
 
 
-def _point(row: RunPoint) -> CurvePoint:
+def _point(row: RunPoint | Row[Any]) -> CurvePoint:
     return CurvePoint(
         index=row.number, steps=row.steps, step=row.step, at=row.at, metrics=row.metrics
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TypeVar
 
 import structlog
@@ -149,6 +149,9 @@ def _pool_use(status: PoolStatus) -> PoolUse:
         slots=status.slots,
         models=status.models,
         waiting=status.waiting,
+        gpus=status.gpus,
+        idle_gpus=status.idle_gpus,
+        idle_gpu_hours=status.idle_gpu_hours_at(datetime.now(UTC)),
     )
 
 

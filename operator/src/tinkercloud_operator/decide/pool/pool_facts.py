@@ -181,6 +181,7 @@ def _cluster(session: Manifest, deleting: Set[str]) -> Cluster:
         unused_since=max(moment for moment in moments if moment is not None),
         is_outdated=condition(session, ConditionType.ACCEPTED).get("reason") == Reason.CHANGE_WAITS,
         is_draining=metadata.get("annotations", {}).get(labels.DRAIN) == "true",
+        gpus=status.get("gpus", 0),
         endpoint=status.get("endpoint"),
         incarnation=status.get("incarnation"),
         # The message may name runs of other owners.

@@ -32,6 +32,8 @@ class Cluster:
     """Whether it will never be ready again: its pods did not start until the deadline."""
     is_suspended: bool = False
     """Whether an administrator has suspended it, so that its slots do not count."""
+    gpus: int = 0
+    """Number of GPUs that its pods request."""
     problem: str | None = None
     """The reason for which it can't become ready without intervention, if there is one."""
     is_draining: bool = False

@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
+from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool.pool_model import (
     Cluster,
     PoolFacts,
@@ -88,10 +89,21 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
     )
 
 
-def pool_status(facts: PoolFacts) -> PoolStatus | None:
-    """Return the status of a pool; None if there is none."""
+def pool_status(facts: PoolFacts, previous: PoolStatus) -> PoolStatus | None:
+    """Return the status of a pool; None if there is none.
+
+    Args:
+        facts: the facts about it.
+        previous: its status until now, with the hours that its GPUs were idle.
+    """
     if facts.pool is None and not facts.clusters:
         return None
+    used = {each.cluster for each in facts.sessions}
+    idle_gpus = sum(each.gpus for each in facts.clusters if each.name not in used)
+    idle_gpu_hours, idle_since = previous.idle_gpu_hours, previous.idle_since
+    if idle_gpus != previous.idle_gpus:
+        # Counted only then, so that a pool at rest has a status at rest.
+        idle_gpu_hours, idle_since = previous.idle_gpu_hours_at(facts.now), timestamp(facts.now)
     models = sum(each.cluster in facts.names for each in facts.sessions)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
@@ -102,6 +114,10 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
         models=models,
         slots=slots,
         waiting=len(facts.unplaced()) + len(facts.without_room()),
+        gpus=sum(each.gpus for each in facts.clusters),
+        idle_gpus=idle_gpus,
+        idle_gpu_hours=idle_gpu_hours,
+        idle_since=idle_since,
         cluster_summary=f"{ready}/{len(facts.clusters)}",
         slot_summary=f"{models}/{slots}",
     )

@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 import structlog
 
+from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pool.base_model_status import base_model_status
@@ -76,7 +77,8 @@ class BaseModels:
         model_name = base_model["spec"].get("modelName", "")
         active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
-        pool = pool_status(self._pools.facts(model_name))
+        previous = BaseModelStatus.model_validate(base_model.get("status", {})).pool
+        pool = pool_status(self._pools.facts(model_name), previous or PoolStatus())
         spares = spares_status(self._spares.facts(model_name))
         status = base_model_status(
             base_model, active, sessions, datetime.now(UTC), pool=pool, spares=spares

@@ -34,6 +34,8 @@ _NO_CHECK = "the session head can't check JSON schemas now; send the request aga
 _SHOWN_CHARACTERS = 300
 _INDICES = re.compile(r"(?:(\d+)\n)+(.*)", re.DOTALL)
 """The output of a check: the last index, and an error."""
+_EMPTY = re.compile(r'"(enum|type|anyOf)":\s*\[\]')
+"""A keyword in a schema that allows no value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -234,11 +236,15 @@ def _check(sources: Sequence[tuple[str, str]]) -> None:
     if indices is None:
         log.error("the check of grammars failed", extra={"error": ended.stderr.decode()[-1000:]})
         raise Unavailable(_NO_CHECK)
-    field = sources[int(indices[1])][0]
+    field, source = sources[int(indices[1])]
     if ended.returncode:
         raise InvalidRequest(_too_complex(field, f"more than {SECONDS} s or 1 GiB"))
     if why := indices[2]:
-        raise InvalidRequest(f"{field}: this JSON schema can't be enforced: {_reason(why)}")
+        reason = _reason(why)
+        if (empty := _EMPTY.search(source)) is not None:
+            # llguidance reads them all as alternatives, which it calls anyOf.
+            reason = reason.replace("anyOf is empty", f"{empty[1]} is empty")
+        raise InvalidRequest(f"{field}: this JSON schema can't be enforced: {reason}")
 
 
 def _too_complex(field: str, why: str) -> str:

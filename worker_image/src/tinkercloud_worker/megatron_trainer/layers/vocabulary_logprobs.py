@@ -46,7 +46,7 @@ def frozen_output_layer(
             own_b = part_of(b, 0).detach()
             own_b.grad = part_of(gradient_of(b), 0)
             own.append((rows, a, own_b, active.scale))
-    return LMHead(FrozenLinear(weight_VD, None, packed=False), own)
+    return LMHead(FrozenLinear(weight_VD, None), own)
 
 
 def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> LMHead:
@@ -59,7 +59,7 @@ def trained_output_layer(weight: Tensor, dtype: torch.dtype) -> LMHead:
         weight: this rank's part of the weight, float32 [V, D], from a `Trainable`.
         dtype: the dtype of passes.
     """
-    linear = FrozenLinear(weight.detach().to(dtype), None, packed=False)
+    linear = FrozenLinear(weight.detach().to(dtype), None)
     return LMHead(linear, (), (gradient_of(weight), None))
 
 
