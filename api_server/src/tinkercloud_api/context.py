@@ -39,6 +39,7 @@ from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web.asgi_http import key_of
+from tinkercloud_api.web.health_checks import HealthChecks
 from tinkercloud_api.web.long_polls import LongPolls
 
 
@@ -80,6 +81,7 @@ class Context:
     auditing: Auditing
     billing: Billing
     projects: Projects
+    health: HealthChecks
 
 
 def get_context(request: Request) -> Context:

@@ -1,11 +1,14 @@
 """What health checks say while the checkpoint store fails."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from sqlalchemy import Engine, event
 
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.routes import health
@@ -46,6 +49,25 @@ async def test_a_server_is_ready_but_not_healthy_without_its_checkpoint_store(
 
     assert (await client.get("/healthz")).status_code == 503
     assert (await client.get("/readyz")).status_code == 200
+
+
+async def test_requests_that_arrive_during_a_check_share_it(client: httpx.AsyncClient) -> None:
+    seen: list[str] = []
+
+    def note(*arguments: Any) -> None:
+        if arguments[2] == "SELECT 1":
+            seen.append(arguments[2])
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        answers = await asyncio.gather(*(client.get("/healthz") for _ in range(20)))
+        first = len(seen)
+        await client.get("/healthz")
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+    assert {each.status_code for each in answers} == {200}
+    assert (first, len(seen)) == (1, 2)
 
 
 async def test_the_health_that_a_caller_sees_names_the_failure_of_the_store(

@@ -84,9 +84,7 @@ async def _failure_of_store(server: Context) -> str | None:
 
 
 async def _checked(status: str, server: Context) -> JSONResponse:
-    try:
-        await server.catalog.ping()
-        await server.checkpoints.ping()
-    except Unavailable as error:
-        return JSONResponse({"status": "unavailable", "detail": error.message}, 503)
+    failure = await server.health.failure()
+    if failure is not None:
+        return JSONResponse({"status": "unavailable", "detail": failure}, 503)
     return JSONResponse({"status": status})

@@ -121,6 +121,7 @@ from tinkercloud_api.transfers.downloads import Downloads
 from tinkercloud_api.transfers.imports import Imports
 from tinkercloud_api.transfers.stored_runs import StoredRuns
 from tinkercloud_api.web import error_handlers
+from tinkercloud_api.web.health_checks import HealthChecks
 from tinkercloud_api.web.long_polls import LongPolls
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
@@ -247,6 +248,7 @@ async def _components(
         provider=provider,
         base_models=BaseModels(settings, provider, catalog, files_of(settings)),
         checkpoints=checkpoints,
+        health=HealthChecks(catalog, checkpoints),
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
