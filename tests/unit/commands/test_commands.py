@@ -263,7 +263,8 @@ def test_entries_of_the_audit_log_without_a_status_are_listed(
 
 def test_fields_of_a_run_do_not_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     moment = "2026-11-28T19:14:30+00:00"
-    run = dict.fromkeys(("project_id", "step", "lora_rank", "unsaved_steps", "queue_reason"))
+    run = dict.fromkeys(("project_id", "step", "loss", "lora_rank", "unsaved_steps"))
+    run |= {"queue_reason": None}
     run |= {"run_id": "a:train:0", "tokens_per_minute": 0, "created_at": moment}
     run |= {"last_seen_at": moment, "queue_state": "active", "state": "lost", "checkpoints": []}
     run |= dict.fromkeys(("owner", "name", "base_model", "reason"), HOSTILE)

@@ -19,7 +19,7 @@ from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, R
 from tinkercloud_worker.chat.parts import Part, Thought, ToolCall, suffix_length
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, MarkOutsideStrings
 from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
-from tinkercloud_worker.chat.tool_formats.marked import json_rules
+from tinkercloud_worker.chat.tool_formats.marked_calls import json_rules
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"

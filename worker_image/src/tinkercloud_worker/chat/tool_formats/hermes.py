@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.tool_formats.json_calls import MarkOutsideStrings, calls_in
 from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
-from tinkercloud_worker.chat.tool_formats.marked import (
+from tinkercloud_worker.chat.tool_formats.marked_calls import (
     MarkedForm,
     MarkedReader,
     Marking,

@@ -21,7 +21,7 @@ from tinkercloud_worker.chat.tool_formats.json_calls import (
     skip,
 )
 from tinkercloud_worker.chat.tool_formats.lark import HEADER, TEXT, json_rule, literal
-from tinkercloud_worker.chat.tool_formats.marked import json_rules, thought, thought_rules
+from tinkercloud_worker.chat.tool_formats.marked_calls import json_rules, thought, thought_rules
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 _TAG = "<|python_tag|>"

@@ -23,7 +23,7 @@ from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, R
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, JsonEnd, calls_in
 from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
-from tinkercloud_worker.chat.tool_formats.marked import (
+from tinkercloud_worker.chat.tool_formats.marked_calls import (
     MarkedForm,
     MarkedReader,
     Marking,

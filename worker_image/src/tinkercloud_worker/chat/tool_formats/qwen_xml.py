@@ -22,7 +22,7 @@ from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, R
 from tinkercloud_worker.chat.parts import ToolCall
 from tinkercloud_worker.chat.tool_formats import xml_values
 from tinkercloud_worker.chat.tool_formats.lark import literal
-from tinkercloud_worker.chat.tool_formats.marked import (
+from tinkercloud_worker.chat.tool_formats.marked_calls import (
     MarkedForm,
     MarkedReader,
     Marking,
