@@ -106,10 +106,11 @@ def test_runs_are_compared_by_the_steps_that_each_has_taken(server: Server) -> N
         return shown.splitlines()
 
     wait_until(lambda: len(listed()) == 3, "the losses of both")
-    first, second = (line.split() for line in listed()[1:])
+    heading, first, second = (line.split() for line in listed())
 
     assert first == ["1", f"{losses[0][0]:.5g}", f"{losses[1][0]:.5g}"]
     assert second == ["2", f"{losses[0][1]:.5g}"]
+    assert heading == ["step", *(each.model_id for each in made)]
 
 
 def test_a_terminal_shows_a_server_that_leaves_and_returns_until_ctrl_c(server: Server) -> None:

@@ -295,6 +295,24 @@ async def test_a_client_that_attaches_while_a_run_is_recovered_loses_no_confirme
         assert await head.loss(following) == before
 
 
+async def test_a_client_that_slept_while_another_attached_is_refused_by_the_next_head_too(
+    tmp_path: Path,
+) -> None:
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        head.add(1)
+        await head.answer(1)
+        following = await head.service.attach_model(str(MODEL))
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        with pytest.raises(InvalidRequest, match="another process has continued this model"):
+            head.add(2)
+        head.add(following)
+        await head.loss(following)
+
+
 async def test_repeated_requests_are_neither_counted_nor_charged_again(tmp_path: Path) -> None:
     root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
     with a_head(root, tmp_path, "g1", journals=journals) as head:

@@ -13,6 +13,7 @@ from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.queue import ModelQueue
 from tinkercloud_worker.head.order.queued_request import Operation, Role, refusal
+from tinkercloud_worker.head.order.sequencer import MAX_AHEAD
 
 MODEL = ModelId("s", 0)
 MAX_QUEUED_BYTES = 1 << 20
@@ -373,12 +374,26 @@ async def test_a_client_that_attaches_continues_behind_everything_that_was_sent(
 
     next_seq_id = await bench.queue.attach()
 
-    assert next_seq_id == 4
+    assert next_seq_id == 4 + MAX_AHEAD + 1
     assert "another client has attached" in str((await bench.answer(3))["error"])
-    bench.submit(4, "load")
-    bench.submit(5, "gradient")
-    assert await bench.answer(5) == {"seq_id": 5}
-    assert bench.ran == ["gradient 1", "load 4", "gradient 5"]
+    bench.submit(next_seq_id, "load")
+    bench.submit(next_seq_id + 1, "gradient")
+    assert await bench.answer(next_seq_id + 1) == {"seq_id": next_seq_id + 1}
+    assert bench.ran == ["gradient 1", f"load {next_seq_id}", f"gradient {next_seq_id + 1}"]
+
+
+async def test_a_client_that_slept_while_another_attached_is_refused(bench: Bench) -> None:
+    bench.submit(1, "gradient")
+    await bench.answer(1)
+
+    next_seq_id = await bench.queue.attach()
+
+    for seq_id in (2, 1 + MAX_AHEAD):
+        with pytest.raises(InvalidRequest, match="another process has continued this model"):
+            bench.submit(seq_id, "gradient")
+    bench.submit(next_seq_id, "gradient")
+    assert await bench.answer(next_seq_id) == {"seq_id": next_seq_id}
+    assert await bench.queue.attach() > next_seq_id + MAX_AHEAD
 
 
 async def test_attaching_waits_for_the_running_request_and_drops_the_gradient(

@@ -8,8 +8,9 @@ from urllib.parse import quote, urlencode
 
 import typer
 
-from tinkercloud_api.commands.common.progress import waiting
+from tinkercloud_api.commands.common.progress import StateProgress
 from tinkercloud_api.commands.common.shared import (
+    WATCH_SECONDS,
     ApiKey,
     BaseUrl,
     CallError,
@@ -363,16 +364,29 @@ def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str
     url, model = server_url(base_url), run["base_model"]
     wait_until_loaded(model, api_key, url)
     while True:
-        sending = call("POST", url, api_key, "attach_model", {"model_id": run["run_id"]})
         try:
-            with waiting(f"waiting for POST attach_model of {url}"):
-                attached: dict[str, Any] = asyncio.run(sending)
+            return asyncio.run(_attach_once(run["run_id"], api_key, url))
         except CallError as error:
             # The server waits for a model for less time than a large one needs.
             if not isinstance(error, NoAnswerError) or not wait_until_loaded(model, api_key, url):
                 fail(str(error))
-        else:
-            return attached
+
+
+async def _attach_once(run_id: str, api_key: str, url: str) -> dict[str, Any]:
+    """Shut out other clients of a run, and show what it waits for meanwhile.
+
+    Raises:
+        CallError: as `call`.
+    """
+    sending = call("POST", url, api_key, "attach_model", {"model_id": run_id})
+    progress, attaching = StateProgress(), asyncio.ensure_future(sending)
+    while not (await asyncio.wait([attaching], timeout=WATCH_SECONDS))[0]:
+        found = await call("GET", url, api_key, path_of(run_id))
+        reason = found["queue_reason"] or found["reason"] or "for its running request"
+        progress(f"waiting: {reason}")
+    progress.finish()
+    attached: dict[str, Any] = attaching.result()
+    return attached
 
 
 def _attaching(run: str, attached: dict[str, Any], api_key: str, base_url: str | None) -> str:

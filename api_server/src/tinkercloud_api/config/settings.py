@@ -234,7 +234,7 @@ class Settings(BaseSettings):
     """Programs that the server runs for its users."""
     oidc: OidcSettings | None = None
     """Login with an OpenID provider at `/login`, which issues API keys. Default: no login. Fields:
-    `issuer`, `client_id` and others of the section Login in docs/operate/users.md."""
+    `issuer`, `client_id` and others of the page docs/operate/login.md."""
     prices: PriceSettings = PriceSettings()
     """What tokens and storage cost, for `tinkercloud usage --month`."""
     tenants: dict[str, TenantSettings] = Field(

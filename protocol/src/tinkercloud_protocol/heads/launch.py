@@ -503,6 +503,8 @@ class HeldModel(_Answer):
     """Size of the results of the model and its samplers."""
     step: int | None = None
     """Number of optimizer steps that the model has taken; None if the head does not know it."""
+    is_repeating: bool = False
+    """Whether it repeats requests that another head had accepted, so that `step` is behind."""
     queue_state: RunQueueState = "idle"
     """What its next request waits for. `waiting`: for earlier ones, or for its turn."""
     queue_reason: str | None = None

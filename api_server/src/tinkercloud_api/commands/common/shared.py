@@ -107,10 +107,10 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
     table = Table(box=None)
     for column in columns[:-1]:
-        table.add_column(column, no_wrap=True)
-    table.add_column(columns[-1], overflow="fold")
-    for texts in cells:
         # Plain text: `:train:`, a part of ids, is also the name of an emoji.
+        table.add_column(Text(column), no_wrap=True)
+    table.add_column(Text(columns[-1]), overflow="fold")
+    for texts in cells:
         table.add_row(*map(Text, texts))
     # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
     needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)

@@ -226,8 +226,8 @@ def _info(
     moment: datetime,
 ) -> RunInfo:
     lora, held = ModelSpec.model_validate(row.spec).lora, place.held
-    # No head says anything of these.
-    is_absent = place.state in {"ended", "on disk"}
+    # No head says anything of the first two, and one that repeats requests is behind.
+    is_behind = place.state in {"ended", "on disk"} or (held is not None and held.is_repeating)
     return RunInfo(
         run_id=row.id,
         owner=row.owner,
@@ -237,7 +237,7 @@ def _info(
         lora_rank=lora.rank if lora is not None else None,
         state=place.state,
         reason=_why_ended(row, session) if place.state == "ended" else place.reason,
-        step=last.step if last is not None and is_absent else place.step,
+        step=last.step if last is not None and is_behind else place.step,
         loss=_metric(last.metrics["loss"]) if last is not None and "loss" in last.metrics else None,
         unsaved_steps=held.unsaved_steps if held is not None else _unsaved(place),
         tokens_per_minute=round(held.tokens_per_minute, 1) if held is not None else 0.0,

@@ -100,6 +100,7 @@ class SuspendedModels:
             sampler_bytes=sum(sampler.size_bytes for sampler in published),
             result_bytes=sum(self._results.bytes_of(target) for target in (name, *sessions)),
             step=model.operations.steps,
+            is_repeating=model.queue.repetition is not None,
             queue_state=queue_state,
             queue_reason=queue_reason,
             tokens_per_minute=self._backend.usage.tokens_per_minute(name),

@@ -266,7 +266,8 @@ class ModelQueue:
     async def attach(self, repeated_until: int = -1) -> int:
         """Let another client continue the order; return the number of its first request.
 
-        The running request finishes, those that wait fail, and the gradient is dropped.
+        The running request finishes. Those that wait fail, as do later ones of the client before,
+        and the gradient is dropped.
 
         Args:
             repeated_until: the last request that another head may have run, so that its client may
@@ -285,7 +286,7 @@ class ModelQueue:
         self._is_attaching = True
         try:
             await self._idle.wait()
-            for seq_id in self.sequencer.skip_gap():
+            for seq_id in self.sequencer.hand_over():
                 del self._queued[seq_id]
                 self._results.finish(self.request_id(seq_id), failed(_ATTACHED, "user"))
         finally:

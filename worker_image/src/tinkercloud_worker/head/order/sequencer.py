@@ -151,6 +151,16 @@ class Sequencer:
             self.next_seq_id = dropped[-1] + 1
         return dropped
 
+    def hand_over(self) -> list[int]:
+        """Let another client continue the order; return the numbers of the requests dropped for it.
+
+        The one before may be asleep and send its next request at any later time. All numbers that
+        it can have reached are therefore left out, so that this one is refused as too low.
+        """
+        dropped = self.skip_gap()
+        self.next_seq_id += MAX_AHEAD + 1
+        return dropped
+
     def recall(self, seq_id: int, digest: bytes) -> None:
         """Record the content digest of a request that another process has finished."""
         self._digests[seq_id] = digest
