@@ -359,11 +359,13 @@ async def test_a_head_says_how_many_requests_it_has_repeated_until_all_have_run(
         said = "repeating what the run's last session head had accepted: 1 of 4 requests done"
         repeating = described(head)
         assert (repeating.queue_state, repeating.queue_reason) == ("waiting", said)
+        assert (repeating.is_repeating, repeating.step) == (True, 0)
         assert head.service.why_waiting(f"{MODEL}:4") == ("active", said)
         await until(lambda: any(each.get("progress") == said for each in logged))
         may_end.set()
         await head.answer(4)
-        assert described(head).queue_reason is None
+        repeated = described(head)
+        assert (repeated.queue_reason, repeated.is_repeating, repeated.step) == (None, False, 2)
 
 
 def trained_tokens(head: Head) -> int:
