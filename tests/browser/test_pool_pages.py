@@ -99,13 +99,15 @@ def pool(world: World, server: Server) -> Pool:
     world.wait_for_model(server, MODEL)
     ann, bob = (a_run(world, server, owner, cluster) for owner in ("ann", "bob"))
     waiting = a_waiting_run(world, server, bob.key)
-    use = {"clusters": 1, "ready": 1, "slots": 2, "models": 2, "waiting": 1}
-    world.cluster.patch_status("basemodel", "shared", {"pool": use}, world.namespace)
+    use = {"clusters": 1, "ready": 1, "slots": 2, "models": 2, "waiting": 1, "gpus": 4}
+    idle = {"idleGpus": 0, "idleGpuHours": 1.5}
+    world.cluster.patch_status("basemodel", "shared", {"pool": use | idle}, world.namespace)
 
     def is_known() -> bool:
         models = server.request("GET", "/api/v1/base_models").json()["base_models"]
         runs = server.request("GET", "/api/v1/runs?access_scope=accessible").json()["runs"]
-        return use in [each["pool"] for each in models] and FULL[:9] in str(runs)
+        pools = [each["pool"] for each in models if each["pool"] is not None]
+        return any(use.items() <= each.items() for each in pools) and FULL[:9] in str(runs)
 
     wait_until(is_known, "the server to know what the operator wrote")
     return Pool(ann, bob, waiting)
@@ -151,7 +153,8 @@ def test_each_owner_sees_the_pool_and_where_only_the_own_runs_are(
             expect(window.get_by_role("link", name=owner.run, exact=True)).to_be_visible()
             shown = window.locator("main").inner_text()
             assert [each for each in others if each in shown] == [], page
-        assert cells(window, "Base models", MODEL)[-3:] == ["1 of 1", "2 of 2", "1"]
+        shown_use = cells(window, "Base models", MODEL)[-5:]
+        assert shown_use == ["1 of 1", "2 of 2", "1", "0 of 4", "1.5"]
         assert cells(window, "Runs with a place", owner.run)[1:4] == [owner.name, MODEL, "live"]
 
 

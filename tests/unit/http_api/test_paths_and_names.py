@@ -63,6 +63,18 @@ async def test_a_wrong_method_is_405_and_the_right_ones_are_named(
     assert {"DELETE", "GET"} <= set(several.headers["allow"].split(", "))
 
 
+async def test_browsers_that_open_the_address_of_the_server_are_led_to_the_console(
+    client: httpx.AsyncClient,
+) -> None:
+    for path in ("/", "/ui", "/docs"):
+        browser = await client.get(path, headers={"accept": "text/html,*/*;q=0.8"})
+        other = await client.get(path)
+
+        assert (browser.status_code, browser.headers.get("location")) == (303, "/console")
+        assert other.status_code == 404
+        assert "/console is for browsers" in other.json()["detail"]
+
+
 async def test_clients_of_openai_with_a_wrong_base_url_read_the_right_one(
     client: httpx.AsyncClient,
 ) -> None:

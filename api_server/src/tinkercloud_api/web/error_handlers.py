@@ -1,16 +1,18 @@
 """Exception handlers of the JSON routes; the hot paths handle theirs in `hot_paths`."""
 
 from collections.abc import Iterable, Iterator
+from http import HTTPStatus
 
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
+from tinkercloud_api.web.session_cookie import CONSOLE
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.asgi import error_headers
@@ -18,6 +20,9 @@ from tinkercloud_protocol.wire.errors import MethodNotAllowed, NotFound, WireErr
 from tinkercloud_protocol.wire.json_model import describe, sentences
 
 log = structlog.get_logger(__name__)
+
+_FRONT_DOORS = frozenset({"/", "/docs", "/ui"})
+"""Paths that people try first, with a browser."""
 
 
 def install(app: FastAPI) -> None:
@@ -44,7 +49,7 @@ async def _invalid(_request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": sentences(faults, "request body")}, 400)
 
 
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for this class
     if error.status_code == 405:
         # The framework's own error only has the methods of the first route at this path.
@@ -54,6 +59,8 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         )
     if error.status_code == 404:
         path = request.url.path
+        if path in _FRONT_DOORS and "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse(CONSOLE, HTTPStatus.SEE_OTHER)
         detail = f"{request.method} {path} is not supported by this server; {_instead(path)}"
         # Clients of OpenAI's API with a wrong base URL show only their own shape.
         shape = chat_errors.error_object(path, NotFound(detail))
@@ -86,7 +93,7 @@ def flat(served: Iterable[BaseRoute]) -> Iterator[BaseRoute]:
 
 def _instead(path: str) -> str:
     """Return what to use instead of a path that people try first."""
-    if path in {"/", "/docs", "/ui"}:
+    if path in _FRONT_DOORS:
         return (
             "this is a Tinkercloud server, for clients with its address in TINKER_BASE_URL and a"
             f" key in TINKER_API_KEY. OPENAI_BASE_URL is its address with {routes.OPENAI},"
