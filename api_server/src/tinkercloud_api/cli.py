@@ -66,6 +66,7 @@ from tinkercloud_api.commands.runs import (
 from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.lasting_objects import lasting_objects
+from tinkercloud_api.serve.listening import PortTakenError, bind
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -162,6 +163,8 @@ def serve(
         models=models or None,
         aliases=aliases or None,
     )
+    # Loading takes seconds.
+    _check_address(settings.host, settings.port)
     with waiting("loading the server's program"), lasting_objects():
         from tinkercloud_api.admin.preflight import CannotServeError
         from tinkercloud_api.catalog.schema.connection import CatalogUnreachableError
@@ -173,13 +176,21 @@ def serve(
     try:
         run_server.run(settings, waiting)
     except (
-        run_server.PortTakenError,
+        PortTakenError,
         state_folder.StateFolderError,
         added_models.AddedModelsError,
         CatalogUnreachableError,
         ModelNotFoundError,
         CannotServeError,
     ) as error:
+        fail(str(error))
+
+
+def _check_address(host: str, port: int) -> None:
+    """Exit with an error if the server could not listen on an address."""
+    try:
+        bind(host, port).close()
+    except PortTakenError as error:
         fail(str(error))
 
 

@@ -82,6 +82,21 @@ def test_what_is_published_or_in_use_stays(
     assert listed(server, training) == ["n1", "n2", "n4"]
 
 
+def test_the_session_that_samples_from_a_checkpoint_is_named(
+    server: Server, client: tinker.ServiceClient, new_run: NewRun
+) -> None:
+    training = new_run(0)
+    old = training.save_weights_for_sampler("old").result().path
+    training.save_weights_for_sampler("new").result()
+    client.create_sampling_client(model_path=old).result()
+    session = training.model_id.partition(":")[0]
+
+    kept = keep(server, training.model_id, "1")
+
+    assert kept.stdout.startswith(f"{old} stays: a session that has not ended samples from it: ")
+    assert f"{session}; `tinkercloud sessions delete ID` ends it" in kept.stdout
+
+
 def test_the_command_says_what_goes_and_asks_first(server: Server, new_run: NewRun) -> None:
     training = new_run(3)
     run = training.model_id

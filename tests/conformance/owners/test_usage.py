@@ -151,7 +151,7 @@ def _check_month(server: Server, key: str, used: Counter[str]) -> None:
     assert (row["owner"], row["base_model"], row["train_tokens"]) == ("ann", MODEL, trained)
     assert row["cost"] == answer["total"] == trained + 2 * used["sampled_tokens"]
     assert (float(line["cost"]), line["currency"]) == (row["cost"], "EUR")
-    assert f"total: {row['cost']:.2f} EUR" in server.command(*call)
+    assert f"total: {row['cost']} EUR" in server.command(*call)
     path = "/api/v1/usage/month?month="
     assert server.request("GET", f"{path}{month}&owner=bob", key=key).status == 404
     for wrong in ("2026-13", "1999-12", "november", "2026-11-01"):

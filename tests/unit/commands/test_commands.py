@@ -139,6 +139,7 @@ def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> No
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._SHORTEST_SECONDS", 0.0)
 
     with waiting("waiting for the server"):
         assert terminal.has_waited.wait(60)
@@ -151,6 +152,7 @@ def test_short_waits_in_a_row_are_not_silent_together(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 1.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._SHORTEST_SECONDS", 0.1)
     note_output()
     for part in range(4):
         with waiting(f"waiting for part {part}"):
@@ -173,9 +175,14 @@ progress.CopyProgress("copied", None)(1024)
     assert ran.stderr == "copied 1.0 KiB\n"
 
 
-def test_a_short_wait_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_short_wait_says_nothing_even_after_a_long_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._SHORTEST_SECONDS", 60.0)
+
     with waiting("waiting for the server"):
-        pass
+        time.sleep(0.5)
 
     assert not capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,19 +14,45 @@ import sys
 from tinkercloud_api import cli
 from tinkercloud_api.commands.common import progress
 
-progress._LINE_SECONDS = 0.0
-cli.app(["serve", "--host", "192.0.2.1", "--state-dir", sys.argv[1]])
+progress._LINE_SECONDS = progress._SHORTEST_SECONDS = 0.0
+state_dir, host, port = sys.argv[1:]
+options = ["--host", host, "--port", port, "--state-dir", state_dir]
+try:
+    cli.app(["serve", "--model", f"a={state_dir}/missing", *options])
+finally:
+    print("uvicorn" in sys.modules)
 """
-"""Ends before it serves: the address, of documentation, is not of this machine."""
+"""Ends before it serves, as there is no model; prints whether the program was loaded."""
+
+
+def started(state_dir: Path, host: str, port: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SERVE, str(state_dir), host, str(port)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_a_start_that_takes_long_says_what_it_does(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", SERVE, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    result = started(tmp_path, "127.0.0.1", 0)
 
-    assert "cannot listen on 192.0.2.1" in result.stderr
+    assert (result.returncode, result.stdout) == (1, "True\n")
     assert result.stderr.startswith("loading the server's program, for 0 s\n")
+
+
+def test_an_address_that_is_not_available_is_named_before_the_program_is_loaded(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        taken = started(tmp_path, "127.0.0.1", port)
+    # An address of documentation, which is not of this machine.
+    foreign = started(tmp_path, "192.0.2.1", port)
+
+    for result, where, option in (
+        (taken, f"127.0.0.1:{port}", "--port"),
+        (foreign, f"192.0.2.1:{port}", "--host"),
+    ):
+        assert (result.returncode, result.stdout) == (1, "False\n")
+        assert f"cannot listen on {where}" in result.stderr
+        assert option in result.stderr
 
 
 ENTER = """

@@ -14,6 +14,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest, encode_manifest
 from tinkercloud_protocol.heads.object_store import open_store
+from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, CurveReport
 from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.serving.providers import OneHead
 from tinkercloud_testing.serving.served_heads import served
@@ -84,3 +85,19 @@ async def test_its_next_request_says_who_stopped_the_run_and_when(
     expected = f"training run {RUN} was stopped by {by} at {MOMENT}{re.escape(continuing)}"
     assert re.fullmatch(expected, answer.json()["detail"])
     assert listed.json()["reason"] == f"{by} stopped it"
+
+
+async def test_steps_that_an_ended_run_has_in_no_checkpoint_are_unsaved(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path)
+    app = Application(settings, OneHead())
+    headers = {"x-api-key": KEYS["ann"]}
+    async with served(app) as url, httpx.AsyncClient(base_url=f"{url}/api/v1/") as client:
+        await client.get(f"{url}/livez")
+        await make_run(app, settings, is_saved=True)
+        assert app.context is not None
+        point = CurvePoint(index=0, step=5, steps=5, at=datetime.now(UTC), metrics={})
+        await app.context.points.record(CurveReport(curve_of=RUN, stride=8, points=[point]))
+        await client.post(f"runs/{RUN}/stop", headers=headers)
+        shown = (await client.get(f"runs/{RUN}", headers=headers)).json()
+
+    assert (shown["state"], shown["step"], shown["unsaved_steps"]) == ("ended", 5, 2)

@@ -201,7 +201,7 @@ def _show_month(
             {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
         ]
         show(texts, list(_MONTH_COLUMNS), as_json=False)
-        typer.echo(f"total: {answer['total']:.2f} {answer['currency']}")
+        typer.echo(f"total: {answer['total']} {answer['currency']}")
         if any(row["cost"] is None for row in rows):
             typer.echo("-: no price in the setting `prices` of the server")
 

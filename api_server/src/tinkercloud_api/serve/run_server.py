@@ -1,12 +1,10 @@
 """Runs the API server in this process until a signal stops or restarts it."""
 
 import asyncio
-import errno
 import getpass
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +35,7 @@ from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_api.providers.model_arguments import check_aliases, resolve
 from tinkercloud_api.providers.model_names import with_aliases
 from tinkercloud_api.serve.api_app import Application
+from tinkercloud_api.serve.listening import bind
 from tinkercloud_api.serve.model_download import download_missing
 from tinkercloud_api.web import connections
 from tinkercloud_protocol.heads import descriptors
@@ -50,10 +49,6 @@ _GRACE_SECONDS = 10
 
 Waiting = Callable[[str], AbstractContextManager[None]]
 """Returns a context that shows a clause, such as `loading the program`, while it lasts."""
-
-
-class PortTakenError(Exception):
-    """The address is not available, for example because another program listens on it."""
 
 
 class _Server(uvicorn.Server):
@@ -105,7 +100,8 @@ def run(settings: Settings, waiting: Waiting) -> None:
         preflight.check(settings, {each.name: each.local_path or "" for each in served})
     with lasting_objects():
         app = Application(settings, provider)
-    listener = _listen(settings)
+    listener = bind(settings.host, settings.port)
+    listener.listen(2048)
     app.own_url = _url(settings, listener.getsockname()[1])
     with _exclusive(settings, app.own_url):
         _record_settings(settings)
@@ -192,22 +188,6 @@ def _exclusive(settings: Settings, url: str) -> AbstractContextManager[object]:
     if not _has_state_folder(settings):
         return nullcontext()
     return state_folder.StateFolderLock(settings.state_dir, url)
-
-
-def _listen(settings: Settings) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in settings.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((settings.host, settings.port))
-    except OSError as error:
-        what = "another port with --port or TINKERCLOUD_PORT"
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            what = "an address of this machine with --host or TINKERCLOUD_HOST"
-        raise PortTakenError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror}); choose {what}"
-        ) from None
-    listener.listen(2048)
-    return listener
 
 
 async def _print_welcome(settings: Settings, port: int, waiting: Waiting) -> None:

@@ -52,7 +52,7 @@ class RunInfo(Answer):
     """The loss at the end of its curve; None before it has reported one."""
     unsaved_steps: int | None = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint; None if a run is
-    on a disk, whose journal is not counted."""
+    on a disk, whose journal is not counted, or has ended, in a list."""
     tokens_per_minute: float = 0.0
     """Trained and sampled tokens of the last minute."""
     queue_state: str = "idle"

@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import (
     Program,
@@ -85,13 +86,16 @@ async def test_what_is_in_use_is_named_and_what_has_ended_uses_nothing(database_
     await catalog.finish_session("over", "ended", None)
     await catalog.delete_run("over:train:0")
 
-    found = await catalog.uses_of_checkpoints(RUN)
+    found = await catalog.uses_of_checkpoints(RUN, Visibility("somebody"))
+    to_others = await catalog.uses_of_checkpoints(RUN, Visibility("another"))
 
     await engine.dispose()
     assert {name.rpartition("/")[2]: why for name, why in found.items()} == {
-        "sampled": "a session that has not ended samples from it",
+        "sampled": "a session that has not ended samples from it: open;"
+        " `tinkercloud sessions delete ID` ends it",
         "started": "a run that has not ended started from it",
         "runs-resumed": "a program that has not ended resumes from it",
         "runs-named": "a program that has not ended has named it",
         "copied": "a copy of it is being made",
     }
+    assert to_others[path("sampled")] == "a session that has not ended samples from it"

@@ -16,6 +16,8 @@ from tinkercloud_api.process_start import STARTED_AT
 
 _LINE_SECONDS = 5.0
 _TERMINAL_SECONDS = 0.2
+_SHORTEST_SECONDS = 1.0
+"""Waits that have lasted less are not shown."""
 
 
 class _Line:
@@ -118,7 +120,8 @@ def waiting(what: str) -> Iterator[None]:
         # The first line comes late even in a terminal: most waits are short.
         pause, has_shown = _LINE_SECONDS, False
         while not ended.wait(max(_Line.shown_at + pause - time.monotonic(), _TERMINAL_SECONDS)):
-            if (now := time.monotonic()) >= _Line.shown_at + pause:
+            now = time.monotonic()
+            if now >= max(_Line.shown_at + pause, began + _SHORTEST_SECONDS):
                 line.show(f"{what}, for {now - began:.0f} s")
                 pause, has_shown = line.pause, True
         if has_shown:

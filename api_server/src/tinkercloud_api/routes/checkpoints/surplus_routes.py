@@ -55,4 +55,5 @@ async def _surplus(
     caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     await server.checkpoints.index.discover(run_id)
     listed = await server.checkpoints.of_run(run_id)
-    return surplus_of(listed, keep, until, await server.catalog.uses_of_checkpoints(run_id))
+    uses = await server.catalog.uses_of_checkpoints(run_id, caller.visible("accessible"))
+    return surplus_of(listed, keep, until, uses)

@@ -96,9 +96,11 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     (info,) = await _infos([row], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
-    if info.state == "ended" and found:
+    if info.state == "ended" and (found or info.step is not None):
+        saved = found[0].step if found else 0
         # The reports of the last second before the end may be missing.
-        info = info.model_copy(update={"step": max(info.step or 0, found[0].step)})
+        step = max(info.step or 0, saved)
+        info = info.model_copy(update={"step": step, "unsaved_steps": step - saved})
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
 
 
@@ -252,8 +254,8 @@ def _info(
 
 
 def _unsaved(place: Whereabouts) -> int | None:
-    """Return the unsaved steps of a run that no head holds; those on a disk are not counted."""
-    return None if place.state == "on disk" else 0
+    """Return the unsaved steps of a run that no head holds; here most are not counted."""
+    return None if place.state in {"ended", "on disk"} else 0
 
 
 def _why_ended(row: TrainingRun, session: Session) -> str:
