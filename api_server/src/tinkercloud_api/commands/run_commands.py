@@ -367,8 +367,14 @@ def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str
         try:
             return asyncio.run(_attach_once(run["run_id"], api_key, url))
         except CallError as error:
-            # The server waits for a model for less time than a large one needs.
-            if not isinstance(error, NoAnswerError) or not wait_until_loaded(model, api_key, url):
+            # The server waits for less time than a large model or many requests to repeat need.
+            if not isinstance(error, NoAnswerError):
+                fail(str(error))
+            has_waited = wait_until_loaded(model, api_key, url)
+            if (
+                not has_waited
+                and _details(run["run_id"], api_key, base_url)["queue_state"] == "idle"
+            ):
                 fail(str(error))
 
 

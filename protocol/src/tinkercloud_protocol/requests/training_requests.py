@@ -225,8 +225,8 @@ class AttachModelRequest(WireModel):
     """POST attach_model: continue the order of a model that another client created or trained.
 
     Requests that are waiting fail, a running one is awaited, and the accumulated gradient is
-    dropped: what remains is the model after its last optim_step. Numbers go on beyond all that the
-    other client can send, so that its later requests are refused.
+    dropped: what remains is the model after its last optim_step. Numbers continue beyond all that
+    the other client can send, so that its later requests are refused.
     """
 
     model_id: Name

@@ -54,7 +54,7 @@ def _of_sessions(named: Sequence[str]) -> str:
     return f"{what}: {ids}; `tinkercloud sessions delete ID` ends it"
 
 
-def _sampled(start: str, visible: Visibility) -> Select[Any]:
+def _sampled(start: str, visible: Visibility) -> Select[Any, str, bool]:
     """Return the query of the paths with a start, and the sessions that sample from them."""
     path = SamplingSession.model_path
     return (
