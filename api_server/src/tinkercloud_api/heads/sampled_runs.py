@@ -56,7 +56,8 @@ class SampledRuns:
             except Exception:
                 log.exception("cannot notify heads whose samples are kept; will retry")
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _PERIOD_SECONDS)
+                async with asyncio.timeout(_PERIOD_SECONDS):
+                    await self._changed.wait()
 
     async def _notify(self) -> None:
         # Those that were notified earlier have to forget runs.
@@ -75,6 +76,6 @@ class SampledRuns:
         try:
             await self._calls.put(head, routes.HEAD_SAMPLED_RUNS, body, _CALL_SECONDS)
         except WireError as error:
-            log.info("a session head does not know whose samples are kept", error=error.message)
+            log.info("could not tell a session head whose samples are kept; will retry", error=error.message)
             return frozenset()
         return frozenset(runs)
