@@ -76,6 +76,9 @@ class SampledRuns:
         try:
             await self._calls.put(head, routes.HEAD_SAMPLED_RUNS, body, _CALL_SECONDS)
         except WireError as error:
-            log.info("could not tell a session head whose samples are kept; will retry", error=error.message)
+            log.info(
+                "could not tell a session head whose samples are kept; will retry",
+                error=error.message,
+            )
             return frozenset()
         return frozenset(runs)
