@@ -32,7 +32,7 @@ async def test_no_page_but_a_search_reads_a_table_of_runs_whole(
         SEARCH: {"sessions", "training_runs", "projects"},
         "/console/programs": {"programs"},
         "/console/projects": {"projects"},
-        "/console/runs/s2:train:9/surplus_checkpoints?keep=1": {"uploads", "sampling_sessions"},
+        "/console/runs/s2:train:9/surplus_checkpoints?keep=1": {"uploads"},
     }
 
 

@@ -35,6 +35,8 @@ from tinkercloud_testing.serving.bare_heads import (
 )
 from tinkercloud_worker.checkpoints import durable
 from tinkercloud_worker.checkpoints import store as store_module
+from tinkercloud_worker.head.durable.journal_room import NoRoom
+from tinkercloud_worker.head.durable.snapshots import Snapshots
 from tinkercloud_worker.head.model.live_model import LiveModel
 from tinkercloud_worker.head.model.operations import Operations
 from tinkercloud_worker.head.order import requests
@@ -311,6 +313,40 @@ async def test_a_client_that_slept_while_another_attached_is_refused_by_the_next
             head.add(2)
         head.add(following)
         await head.loss(following)
+
+
+async def test_a_client_that_attached_loses_no_step_if_no_snapshot_could_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def write(*_: object) -> None:
+        raise NoRoom("the disk is full")
+
+    root, journals = (tmp_path / "store").as_uri(), tmp_path / "journals"
+    with a_head(root, tmp_path, "g1", journals=journals) as head:
+        await head.begin()
+        monkeypatch.setattr(Snapshots, "write", write)
+        head.add(1)
+        head.apply(2)
+        head.add(3, first=9)
+        await head.confirmed()
+        await head.answer(3)
+        # Number 4 is missing.
+        head.add(5, first=7)
+        await head.confirmed()
+        following = await head.service.attach_model(str(MODEL))
+        head.add(following, first=6)
+        head.apply(following + 1)
+        await head.confirmed()
+        await head.answer(following + 1)
+        head.add(following + 2)
+        before = await head.loss(following + 2)
+
+    with a_head(root, tmp_path, "g2", journals=journals) as head:
+        await head.resume("g1")
+        head.add(following + 3)
+        assert await head.loss(following + 3) == before
+        assert b"another client has attached" in await head.answer(5)
+        assert described(head).step == 2
 
 
 async def test_repeated_requests_are_neither_counted_nor_charged_again(tmp_path: Path) -> None:

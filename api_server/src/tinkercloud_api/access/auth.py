@@ -163,6 +163,12 @@ class Principal:
         """Whether this principal may change an object that it may read."""
         return self.role is not Role.READ_ONLY and self._may_change(found.project)
 
+    def works_on(self, found: Owned) -> bool:
+        """Whether an object is this principal's own or its project's, not only an admin's view."""
+        if found.project is None:
+            return found.owner == self.owner
+        return found.project in self.projects
+
     def _may_change(self, project_id: str | None) -> bool:
         return project_id is None or self.project_role(project_id) is not ProjectRole.VIEWER
 

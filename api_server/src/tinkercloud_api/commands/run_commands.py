@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -51,6 +52,8 @@ _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
 _CONTINUABLE = {"live", "suspended", "on disk", "dedicated"}
 """States of runs whose next request continues them."""
+_MOST_IDLE = 3
+"""Failures in turn to attach to a run for which nothing waits, after which the command fails."""
 _GONE = {"lost": "is lost", "ended": "has ended"}
 """States of runs of which only checkpoints remain."""
 
@@ -363,6 +366,7 @@ def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str
     """Shut out other clients of a run that lives, once its model is loaded."""
     url, model = server_url(base_url), run["base_model"]
     wait_until_loaded(model, api_key, url)
+    num_idle = 0
     while True:
         try:
             return asyncio.run(_attach_once(run["run_id"], api_key, url))
@@ -371,11 +375,12 @@ def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str
             if not isinstance(error, NoAnswerError):
                 fail(str(error))
             has_waited = wait_until_loaded(model, api_key, url)
-            if (
-                not has_waited
-                and _details(run["run_id"], api_key, base_url)["queue_state"] == "idle"
-            ):
+            state = _details(run["run_id"], api_key, base_url)["queue_state"]
+            num_idle = 0 if has_waited or state != "idle" else num_idle + 1
+            if num_idle == _MOST_IDLE:
                 fail(str(error))
+            say_line(f"trying again: {error}", err=True)
+            time.sleep(WATCH_SECONDS)
 
 
 async def _attach_once(run_id: str, api_key: str, url: str) -> dict[str, Any]:
@@ -386,11 +391,13 @@ async def _attach_once(run_id: str, api_key: str, url: str) -> dict[str, Any]:
     """
     sending = call("POST", url, api_key, "attach_model", {"model_id": run_id})
     progress, attaching = StateProgress(), asyncio.ensure_future(sending)
-    while not (await asyncio.wait([attaching], timeout=WATCH_SECONDS))[0]:
-        found = await call("GET", url, api_key, path_of(run_id))
-        reason = found["queue_reason"] or found["reason"] or "for its running request"
-        progress(f"waiting: {reason}")
-    progress.finish()
+    try:
+        while not (await asyncio.wait([attaching], timeout=WATCH_SECONDS))[0]:
+            found = await call("GET", url, api_key, path_of(run_id))
+            reason = found["queue_reason"] or found["reason"] or "for its running request"
+            progress(f"waiting: {reason}")
+    finally:
+        progress.finish()
     attached: dict[str, Any] = attaching.result()
     return attached
 

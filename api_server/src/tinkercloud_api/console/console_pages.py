@@ -45,6 +45,7 @@ from tinkercloud_api.web.session_cookie import forget_session, set_session
 from tinkercloud_protocol.responses.run_states import RunTimeline
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unauthenticated
 from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_protocol.wire.json_model import Storable
 
 _PAGE = 50
 """Runs of a page."""
@@ -150,7 +151,7 @@ async def list_runs(
     server: Server,
     session: Session,
     page: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
-    search: Annotated[str, Query(max_length=256)] = "",
+    search: Annotated[str, Query(max_length=256), Storable] = "",
     status: Literal["open", "ended", ""] = "",
 ) -> Response:
     """Show the runs that the caller may see, or those that contain a text or have a status."""

@@ -1,6 +1,7 @@
 """Shared by all pages of the console: sessions, forms, layout and errors."""
 
 import asyncio
+import shlex
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from http import HTTPStatus
@@ -59,6 +60,7 @@ _TEMPLATES.filters |= {
     "moment": page_texts.moment,
     "size": binary_size,
     "segment": segment,
+    "quoted": shlex.quote,
     "output": page_texts.output,
 }
 _TEMPLATES.globals |= {"width": WIDTH, "height": HEIGHT}

@@ -1,6 +1,7 @@
 """The pages about users and their keys, for admins."""
 
 from datetime import timedelta
+from shlex import quote
 from typing import Annotated, Literal
 from urllib.parse import urlencode
 
@@ -24,7 +25,7 @@ from tinkercloud_api.console.pages import (
 from tinkercloud_api.context import Server
 from tinkercloud_api.routes.account import user_routes
 from tinkercloud_api.routes.account.user_routes import KeyId, MadeKey
-from tinkercloud_protocol.wire.json_model import Name
+from tinkercloud_protocol.wire.json_model import Name, Storable
 
 _PAGE = 50
 """Users or keys of a page."""
@@ -57,7 +58,7 @@ async def list_users(
     server: Server,
     session: Session,
     page: _PageNumber = 1,
-    search: Annotated[str, Query(max_length=256)] = "",
+    search: Annotated[str, Query(max_length=256), Storable] = "",
 ) -> Response:
     """Show the users whose names contain a text."""
     offset = (page - 1) * _PAGE
@@ -107,7 +108,7 @@ async def show_user(
         pages=_pages(found.total_count),
         roles=list(Role),
         twin=f"users/{segment(owner)}/keys",
-        command=f"tinkercloud users show {owner}",
+        command=f"tinkercloud users show {quote(owner)}",
     )
 
 

@@ -19,7 +19,7 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
     await migrate(engine)
     catalog = Catalog(engine)
     await catalog.add_project("project-1", "Reward models", "me")
-    for number, metadata in enumerate(({"task": 'Größe "A"'}, {}, {})):
+    for number, metadata in enumerate(({"task": 'Größe "A"'}, None, {})):
         session = Session(
             id=f"session-{number}",
             owner="me",
@@ -53,6 +53,8 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
         ("reward MOD", ["run-2"]),
         ("project-1", ["run-2"]),
         ("Größe", ["run-0"]),
+        ("gRößE", ["run-0"]),
+        ("null", []),
         ('"A"', ["run-0"]),
         ("sweep:7", ["run-1"]),
         ("100% s", ["run-2"]),

@@ -171,8 +171,7 @@ class UserStatements(Statements):
         """Return a page of the owners whose names contain a text in any case, and their number."""
         query = select(_NAMES.c.name)
         if search:
-            name = func.lower(_NAMES.c.name)
-            query = query.where(name.contains(search.lower(), autoescape=True))
+            query = query.where(_NAMES.c.name.icontains(search, autoescape=True))
         async with self._reading() as db:
             total = await db.scalar(select(func.count()).select_from(query.subquery())) or 0
         ordered = query.order_by(_NAMES.c.name).offset(page.offset).limit(page.limit)

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from sqlalchemy import ColumnElement, Select, String, cast, or_, select
+from sqlalchemy import ColumnElement, Select, String, and_, cast, or_, select
 
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.tables import STORED, Project, Session, TrainingRun
@@ -35,22 +35,27 @@ def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
 
 
 def _contains(text: str) -> ColumnElement[bool]:
-    # Databases keep JSON with escapes.
-    escaped = json.dumps(text)[1:-1]
     projects = select(Project.id).where(
         or_(*(column.icontains(text, autoescape=True) for column in (Project.id, Project.name)))
     )
     sessions = select(Session.id).where(
         or_(
             Session.display_name.icontains(text, autoescape=True),
-            cast(Session.user_metadata, String).icontains(escaped, autoescape=True),
-            cast(Session.tags, String).icontains(escaped, autoescape=True),
+            _json_contains(cast(Session.user_metadata, String), text),
+            _json_contains(cast(Session.tags, String), text),
             Session.project_id.in_(projects),
         )
     )
     columns = (TrainingRun.id, TrainingRun.owner, TrainingRun.base_model)
     return or_(
         *(column.icontains(text, autoescape=True) for column in columns),
-        cast(TrainingRun.user_metadata, String).icontains(escaped, autoescape=True),
+        _json_contains(cast(TrainingRun.user_metadata, String), text),
         TrainingRun.session_id.in_(sessions),
     )
+
+
+def _json_contains(column: ColumnElement[str], text: str) -> ColumnElement[bool]:
+    """Return whether JSON has a text; databases keep it with escapes, also of the other case."""
+    forms = {json.dumps(each)[1:-1] for each in (text, text.lower(), text.upper())}
+    contains = or_(*(column.icontains(each, autoescape=True) for each in sorted(forms)))
+    return and_(column.not_in(("null", "{}", "[]")), contains)

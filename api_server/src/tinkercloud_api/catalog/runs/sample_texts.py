@@ -50,8 +50,10 @@ class SampleTexts(Statements):
 
     async def delete(self, run_id: str) -> None:
         """Keep no further sample of a run, and delete those that were kept. Idempotent."""
-        await self.stop(run_id)
-        await self._change(delete(SampleText).where(SampleText.run_id == run_id))
+        of_run = update(TrainingRun).where(TrainingRun.id == run_id)
+        async with self._writing() as db:
+            await db.execute(of_run.values(keeps_samples_since=None))
+            await db.execute(delete(SampleText).where(SampleText.run_id == run_id))
 
     async def keeping(self) -> Sequence[tuple[str, str]]:
         """Return the runs of which samples are kept, with their owners; no deleted ones."""
@@ -71,11 +73,12 @@ class SampleTexts(Statements):
         """
         run_id = report.samples_of
         async with self._writing() as db:
-            # One call of a run after the other, on all servers.
-            found = select(TrainingRun.owner, TrainingRun.keeps_samples_since)
-            of_run = found.where(TrainingRun.id == run_id).with_for_update()
-            run = (await db.execute(of_run)).first()
-            if run is None or run.keeps_samples_since is None:
+            # A write, so that calls for a run wait for each other on every database and server.
+            since = TrainingRun.keeps_samples_since
+            of_run = update(TrainingRun).where(TrainingRun.id == run_id, since.is_not(None))
+            unchanged = of_run.values(keeps_samples_since=since)
+            run = (await db.execute(unchanged.returning(TrainingRun.owner, since))).first()
+            if run is None:
                 return
             rows = [
                 {"run_id": run_id, **{name: getattr(each, name) for name in (*_KEYS, *_VALUES)}}

@@ -77,7 +77,7 @@ async def list_runs(  # noqa: PLR0917 - query parameters
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
-    search: Annotated[str, Query(max_length=256)] = "",
+    search: Annotated[str, Query(max_length=256), Storable] = "",
     status: Literal["open", "ended"] | None = None,
 ) -> RunList:
     """List runs and how each is doing: the last used first, and those that have ended last.
@@ -96,11 +96,10 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     (info,) = await _infos([row], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
-    if info.state == "ended" and (found or info.step is not None):
-        saved = found[0].step if found else 0
-        # The reports of the last second before the end may be missing.
-        step = max(info.step or 0, saved)
-        info = info.model_copy(update={"step": step, "unsaved_steps": step - saved})
+    if info.state == "ended":
+        last = (await server.points.last_points([run_id])).get(run_id)
+        step, unsaved = _at_the_end(row, found[0] if found else None, last)
+        info = info.model_copy(update={"step": step, "unsaved_steps": unsaved})
     return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
 
 
@@ -251,6 +250,29 @@ def _info(
         last_seen_at=max(row.last_request_at, session.last_heartbeat_at),
         is_connected=session.finished_at is None and session.last_heartbeat_at >= moment - LIVE,
     )
+
+
+def _at_the_end(
+    row: TrainingRun, saved: CheckpointManifest | None, last: CurvePoint | None
+) -> tuple[int | None, int | None]:
+    """Return the step of an ended run, and the number of its steps that are in no checkpoint.
+
+    Args:
+        row: the run.
+        saved: its newest training checkpoint.
+        last: what it has reported last.
+    """
+    if last is None:
+        return (None, None) if saved is None else (saved.step, 0)
+    if saved is None:
+        is_new = ModelSpec.model_validate(row.spec).restore_from is None
+        return last.step, last.step if is_new else None
+    if saved.created_at >= last.at:
+        # The reports of the last second before the end may be missing.
+        step = max(last.step, saved.step)
+        return step, step - saved.step
+    # It may have loaded an earlier checkpoint meanwhile.
+    return last.step, last.step - saved.step if last.step >= saved.step else None
 
 
 def _unsaved(place: Whereabouts) -> int | None:

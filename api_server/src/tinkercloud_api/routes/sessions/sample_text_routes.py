@@ -10,6 +10,7 @@ from tinkercloud_api.catalog.schema.tables import SampleText, now
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_protocol.heads.reports.kept_samples import SAMPLES_PER_STEP
 from tinkercloud_protocol.responses.run_states import RunSample, RunSamples
+from tinkercloud_protocol.wire.errors import Forbidden
 from tinkercloud_protocol.wire.json_model import WireModel
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
@@ -50,6 +51,12 @@ async def keep_samples(
 ) -> dict[str, str]:
     """Keep the text of some samples of a run from now on, or of no further ones."""
     await server.locator.known.authorize_run(run_id, caller)
+    row = await server.catalog.run(run_id)
+    if request.keep and row is not None and not caller.works_on(row):
+        raise Forbidden(
+            f"training run {run_id!r} belongs to {row.owner!r}: only its owner, and members of its"
+            " project, let the text of its samples be kept"
+        )
     # For the audit log, as its path does not say which.
     caller.named_objects.add("on" if request.keep else "off")
     if request.keep:

@@ -8,6 +8,7 @@ Rules beyond order:
 """
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -173,7 +174,7 @@ class ModelQueue:
         self._queued: dict[int, QueuedRequest] = {}
         self._repeated: set[int] = set()
         """Numbers of requests that another head had accepted, and that have not run here."""
-        self._to_repeat = range(0)
+        self._to_repeat: Sequence[int] = ()
         """The lowest to the highest of these numbers, before any had run."""
         self._unnumbered = WorkBetween()
         self._arrived = asyncio.Event()
@@ -281,10 +282,10 @@ class ModelQueue:
         async def hold() -> None:
             self._is_attaching = True
 
-        if following > self.sequencer.next_seq_id:
-            await self._run_before(following, hold)
-        self._is_attaching = True
         try:
+            if following > self.sequencer.next_seq_id:
+                await self._run_before(following, hold)
+            self._is_attaching = True
             await self._idle.wait()
             for seq_id in self.sequencer.hand_over():
                 del self._queued[seq_id]
@@ -358,7 +359,7 @@ class ModelQueue:
     @property
     def repetition(self) -> str | None:
         """How many requests that another head had accepted have run here; None if all have."""
-        num_done = max(self.sequencer.next_seq_id - self._to_repeat.start, 0)
+        num_done = bisect_left(self._to_repeat, self.sequencer.next_seq_id)
         if num_done >= len(self._to_repeat):
             return None
         return (
@@ -386,8 +387,11 @@ class ModelQueue:
             self.sequencer.admit(waiting.seq_id, waiting.digest, waiting.size)
             self._enter(waiting)
             self._repeated.add(waiting.seq_id)
-        if self._repeated:
-            self._to_repeat = range(min(self._repeated), max(self._repeated) + 1)
+        for seq_id in self.sequencer.drop_before_hand_over():
+            del self._queued[seq_id]
+            self._repeated.discard(seq_id)
+            self._results.finish(self.request_id(seq_id), failed(_ATTACHED, "user"))
+        self._to_repeat = sorted(self._repeated)
 
     def close(self, reason: str) -> None:
         """Stop; requests that have not run fail with this reason."""
@@ -410,6 +414,8 @@ class ModelQueue:
             is_on_hold = is_held and self.sequencer.next_seq_id > 0
             is_throttled = self.is_throttled
             self.pauses.note(is_paused=is_throttled)
+            if self.sequencer.cross_hand_over():
+                self._step.failure, self._step.gradient_is_dirty = None, True
             seq_id = None if is_on_hold or is_throttled else self.sequencer.take()
             # Also if one is taken: it may be the missing one, and run for longer than the wait.
             has_gap = self.sequencer.is_stuck and not self._is_paused

@@ -6,6 +6,7 @@ repeated number with the same content is the same request; with other content it
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, Overloaded
 
@@ -33,6 +34,8 @@ class Sequencer:
     """Numbers that have arrived and not started, with their sizes in bytes."""
     queued_bytes: int = 0
     """Size of all waiting requests, in bytes."""
+    _handed_over_at: int = 0
+    """Number from which on the last client that attached continued, if that is being repeated."""
     _digests: dict[int, bytes] = field(default_factory=dict)
     """Content digest of each number that is waiting, running, or whose result is kept."""
 
@@ -58,16 +61,16 @@ class Sequencer:
                     f" each request its own number{self._advice}. {_OTHER_CLIENT}"
                 )
             return False
-        if seq_id < self.next_seq_id:
+        lowest = self.lowest_seq_id
+        if seq_id < lowest:
             raise InvalidRequest(
                 f"seq_id {seq_id} is too low: the next request of this model has seq_id"
-                f" {self.next_seq_id}{self._advice}. {_OTHER_CLIENT}"
+                f" {lowest}{self._advice}. {_OTHER_CLIENT}"
             )
-        if seq_id > self.next_seq_id + MAX_AHEAD:
+        if seq_id > lowest + MAX_AHEAD:
             raise InvalidRequest(
                 f"seq_id {seq_id} is too high: the next request of this model has seq_id"
-                f" {self.next_seq_id}, and numbers up to {self.next_seq_id + MAX_AHEAD} are"
-                " accepted"
+                f" {lowest}, and numbers up to {lowest + MAX_AHEAD} are accepted"
             )
         # The next request is always accepted: otherwise a full queue would wait forever.
         waiting = self.queued_bytes + elsewhere
@@ -88,6 +91,11 @@ class Sequencer:
             " (requests of this model that had no seq_id were given the next numbers: send a"
             " seq_id with all of its requests, or with none)"
         )
+
+    @property
+    def lowest_seq_id(self) -> int:
+        """The lowest number that a new request may have."""
+        return max(self.next_seq_id, self._handed_over_at)
 
     @property
     def free_seq_id(self) -> int:
@@ -160,6 +168,35 @@ class Sequencer:
         dropped = self.skip_gap()
         self.next_seq_id += MAX_AHEAD + 1
         return dropped
+
+    def drop_before_hand_over(self) -> list[int]:
+        """Drop what had waited in vain when another client attached, and return its numbers.
+
+        A head that repeats a journal finds the hand-over as a jump of the numbers: no client is
+        `MAX_AHEAD` ahead of itself.
+        """
+        numbers = sorted(self._waiting)
+        order = [self.next_seq_id, *numbers]
+        jumps = {after for before, after in pairwise(order) if after - before > MAX_AHEAD}
+        self._handed_over_at = max(jumps, default=0)
+        following, dropped = self.next_seq_id, []
+        for seq_id in numbers:
+            if seq_id >= self._handed_over_at:
+                break
+            if seq_id == following or seq_id in jumps:
+                following = seq_id + 1
+            else:
+                dropped.append(seq_id)
+                self.queued_bytes -= self._waiting.pop(seq_id)
+        return dropped
+
+    def cross_hand_over(self) -> bool:
+        """Continue behind a jump of the numbers, if all before it have run; return whether."""
+        first = min(self._waiting, default=0)
+        if self.is_running or first <= self.next_seq_id + MAX_AHEAD:
+            return False
+        self.next_seq_id = first
+        return True
 
     def recall(self, seq_id: int, digest: bytes) -> None:
         """Record the content digest of a request that another process has finished."""

@@ -59,7 +59,7 @@ class GivenNumbers:
                 )
             return known
         free = sequencer.free_seq_id
-        if free > sequencer.next_seq_id + MAX_AHEAD:
+        if free > sequencer.lowest_seq_id + MAX_AHEAD:
             raise Overloaded(
                 f"{MAX_AHEAD} requests of this model wait; retrieve some results before sending"
                 " more"
