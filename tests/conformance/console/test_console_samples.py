@@ -243,6 +243,20 @@ def test_another_owner_finds_no_samples_and_changes_nothing(
     assert (answer["keep"], answer["samples"][0]["prompt"]) == (True, "a secret")
 
 
+def test_an_admin_switches_the_samples_of_others_only_off(server: Server) -> None:
+    key = server.new_key("ann")
+    client = tinker.ServiceClient(base_url=server.url, api_key=key)
+    server.clients.made.append(client)
+    path = path_of(client.create_lora_training_client(CHAT_MODEL, rank=4).result())
+
+    refused = server.request("PUT", path, {"keep": True})
+
+    assert (refused.status, "only its owner" in refused.detail) == (403, True)
+    assert server.request("PUT", path, {"keep": True}, key=key).status == 200
+    assert server.request("PUT", path, {"keep": False}).status == 200
+    assert server.request("GET", path).json()["keep"] is False
+
+
 def test_a_switch_needs_a_boolean(server: Server, training: tinker.TrainingClient) -> None:
     bodies: list[object] = [{}, {"keep": "yes"}, {"keep": None}, [], {"keep": "x" * 1_000_000}]
     for wrong in (*bodies, b"{"):

@@ -1,7 +1,7 @@
 """The client of a run that somebody stopped reads who did, when, and how to continue."""
 
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
@@ -87,7 +87,14 @@ async def test_its_next_request_says_who_stopped_the_run_and_when(
     assert listed.json()["reason"] == f"{by} stopped it"
 
 
-async def test_steps_that_an_ended_run_has_in_no_checkpoint_are_unsaved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("last", "seconds", "shown"),
+    [(5, 60, (5, 2)), (2, 60, (2, None)), (5, -60, (5, 2)), (2, -60, (3, 0))],
+    ids=["later steps", "loaded an earlier one", "steps while it was written", "saved at the end"],
+)
+async def test_steps_that_an_ended_run_has_in_no_checkpoint_are_unsaved(
+    last: int, seconds: int, shown: tuple[int, int | None], tmp_path: Path
+) -> None:
     settings = Settings(state_dir=tmp_path)
     app = Application(settings, OneHead())
     headers = {"x-api-key": KEYS["ann"]}
@@ -95,9 +102,10 @@ async def test_steps_that_an_ended_run_has_in_no_checkpoint_are_unsaved(tmp_path
         await client.get(f"{url}/livez")
         await make_run(app, settings, is_saved=True)
         assert app.context is not None
-        point = CurvePoint(index=0, step=5, steps=5, at=datetime.now(UTC), metrics={})
+        at = datetime.now(UTC) + timedelta(seconds=seconds)
+        point = CurvePoint(index=0, step=last, steps=5, at=at, metrics={})
         await app.context.points.record(CurveReport(curve_of=RUN, stride=8, points=[point]))
         await client.post(f"runs/{RUN}/stop", headers=headers)
-        shown = (await client.get(f"runs/{RUN}", headers=headers)).json()
+        found = (await client.get(f"runs/{RUN}", headers=headers)).json()
 
-    assert (shown["state"], shown["step"], shown["unsaved_steps"]) == ("ended", 5, 2)
+    assert (found["state"], found["step"], found["unsaved_steps"]) == ("ended", *shown)

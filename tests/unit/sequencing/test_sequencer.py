@@ -111,3 +111,30 @@ def test_a_number_too_far_ahead_is_rejected() -> None:
 
     with pytest.raises(InvalidRequest, match="too high"):
         sequencer.enqueue(MAX_AHEAD + 2, b"x", size=1)
+
+
+def test_repeated_requests_of_two_clients_run_without_the_numbers_between_them() -> None:
+    sequencer, following = Sequencer(max_queued_bytes=1000), 5 + MAX_AHEAD + 1
+    for seq_id in (1, 2, 4, following, following + 1):
+        sequencer.admit(seq_id, content(seq_id), size=1)
+
+    # Number 3 never arrived before the second client attached.
+    assert sequencer.drop_before_hand_over() == [4]
+    assert run_all(sequencer) == [1, 2]
+    with pytest.raises(InvalidRequest, match="too low"):
+        sequencer.enqueue(3, content(3), size=1)
+    assert sequencer.enqueue(following + 2, content(following + 2), size=1)
+    assert sequencer.cross_hand_over()
+    assert run_all(sequencer) == [following, following + 1, following + 2]
+    assert not sequencer.cross_hand_over()
+    assert sequencer.queued_bytes == 0
+
+
+def test_a_gap_within_the_requests_of_one_client_is_no_hand_over() -> None:
+    sequencer = Sequencer(max_queued_bytes=1000)
+    for seq_id in (1, 1 + MAX_AHEAD):
+        sequencer.admit(seq_id, content(seq_id), size=1)
+
+    assert sequencer.drop_before_hand_over() == []
+    assert run_all(sequencer) == [1]
+    assert not sequencer.cross_hand_over()
