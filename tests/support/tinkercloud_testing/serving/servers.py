@@ -155,8 +155,12 @@ class Server:
 
     def head_pids(self) -> list[int]:
         """Return the process ids of the running heads."""
-        records = (self.state_dir / "heads").glob("*/head.json")
-        return [int(json.loads(record.read_text())["pid"]) for record in records]
+        pids = []
+        for record in (self.state_dir / "heads").glob("*/head.json"):
+            # A head that has just ended has none any more.
+            with contextlib.suppress(FileNotFoundError):
+                pids.append(int(json.loads(record.read_text())["pid"]))
+        return pids
 
     def kill_heads(self) -> None:
         """Kill all heads without warning."""
