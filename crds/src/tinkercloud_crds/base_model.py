@@ -284,7 +284,7 @@ class PoolStatus(Part):
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the clusters request."""
     idle_gpus: Annotated[int, Field(ge=0)] = 0
-    """Number of those whose cluster serves no session."""
+    """Number of GPUs in clusters that serve no session."""
     idle_gpu_hours: Annotated[float, Field(ge=0)] = 0.0
     """Hours that GPUs have been idle since the pool began, summed over GPUs, until `idleSince`."""
     idle_since: Annotated[str, Field(max_length=40)] = ""

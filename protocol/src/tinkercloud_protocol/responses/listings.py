@@ -83,7 +83,7 @@ class PoolUse(Answer):
     gpus: int = 0
     """Number of GPUs that all clusters request."""
     idle_gpus: int = 0
-    """Number of those whose cluster serves no run."""
+    """Number of GPUs in clusters that serve no run."""
     idle_gpu_hours: float = 0.0
     """Hours that GPUs have been idle since the pool began, summed over GPUs."""
 

@@ -175,7 +175,7 @@ class ModelQueue:
         self._repeated: set[int] = set()
         """Numbers of requests that another head had accepted, and that have not run here."""
         self._to_repeat: Sequence[int] = ()
-        """The lowest to the highest of these numbers, before any had run."""
+        """These numbers before any had run, in order."""
         self._unnumbered = WorkBetween()
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()

@@ -162,8 +162,8 @@ class Sequencer:
     def hand_over(self) -> list[int]:
         """Let another client continue the order; return the numbers of the requests dropped for it.
 
-        The one before may be asleep and send its next request at any later time. All numbers that
-        it can have reached are therefore left out, so that this one is refused as too low.
+        The former client may send its next request at any later time. All numbers that it can have
+        reached are therefore left out, so that its request is refused as too low.
         """
         dropped = self.skip_gap()
         self.next_seq_id += MAX_AHEAD + 1
