@@ -191,17 +191,13 @@ class Client:
         answer = await self._call("GET", "/version")
         return str(answer["gitVersion"])
 
-    async def pages(
-        self, kind: str, label_selector: str = "", field_selector: str = ""
-    ) -> AsyncIterator[Page]:
+    async def pages(self, kind: str, label_selector: str = "") -> AsyncIterator[Page]:
         """Yield all selected objects of a kind, page by page; all pages show the same moment.
 
         Raises:
             Expired: reading the pages took too long; start again.
         """
         query = [("limit", str(_PAGE_SIZE))]
-        if field_selector:
-            query.append(("fieldSelector", field_selector))
         if label_selector:
             query.append(("labelSelector", label_selector))
         token: str | None = ""

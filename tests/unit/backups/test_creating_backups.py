@@ -6,6 +6,7 @@ import tarfile
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -221,7 +222,7 @@ def test_a_journal_is_copied_as_a_killed_head_could_have_left_it(tmp_path: Path)
 
 def _copied(state: State, target: Path) -> int:
     """Copy the journal while it is written; return the number after its last record."""
-    with open_files.opened(open_files.journal(state.journals, RUN)) as unit:
+    with open_files.opened(partial(open_files.journal, state.journals, RUN)) as unit:
         assert unit is not None
         assert unit.damage is None
         for each in unit.files:
@@ -247,7 +248,7 @@ def test_a_record_that_is_being_written_is_copied_in_part(state: State) -> None:
         with segment.open("ab") as file:
             file.write(encoded[-100:])
 
-    with open_files.opened(open_files.journal(state.journals, RUN)) as unit:
+    with open_files.opened(partial(open_files.journal, state.journals, RUN)) as unit:
         assert unit is not None
         write_on()
         (copied,) = [each for each in unit.files if each.path == segment]

@@ -21,7 +21,7 @@ from tinkercloud_api.admin.backup import create, restore, verify
 from tinkercloud_api.admin.backup.archive import Header, Manifest
 from tinkercloud_api.catalog.backup import BackupError
 from tinkercloud_api.commands.backup_commands import app
-from tinkercloud_api.commands.common.progress import CopyProgress
+from tinkercloud_api.commands.common.progress import CopyProgress, note_output
 from tinkercloud_api.config import pending_restore, state_folder
 from tinkercloud_api.config.pending_restore import Restore
 from tinkercloud_api.config.settings import Settings
@@ -398,7 +398,8 @@ def test_a_restore_on_a_full_disk_says_so_and_changes_nothing(backup: bytes, use
 
 
 def command(*arguments: str, state_dir: Path, stdin: bytes | None = None) -> Result:
-    """Run `tinkercloud backup` in this process."""
+    """Run `tinkercloud backup` in this process, as if it began now."""
+    note_output()
     environment = {"TINKERCLOUD_STATE_DIR": str(state_dir), "COLUMNS": "1000"}
     umask = os.umask(0o077)
     try:

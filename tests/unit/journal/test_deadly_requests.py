@@ -18,7 +18,7 @@ from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.serving.bare_heads import MODEL, Head, a_head
 from tinkercloud_worker.custom_losses.nursery import LossEnded
-from tinkercloud_worker.head.durable.durable_run import DurableRun
+from tinkercloud_worker.head.durable.run_journal import DurableRun
 from tinkercloud_worker.head.model.operations import Operations
 from tinkercloud_worker.head.order.attempts import Attempts, RepeatTurns
 from tinkercloud_worker.journal.folder import JournalFolder

@@ -12,10 +12,10 @@ from tinkercloud_protocol.heads.owner_limits import OwnerLimits
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.future_responses import Result, finished
 from tinkercloud_protocol.wire.ids import ModelId
+from tinkercloud_worker.head.order.journal_interface import NoLog
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.queue import ModelQueue
 from tinkercloud_worker.head.order.queued_request import Operation, Role, refusal
-from tinkercloud_worker.head.order.request_log import NoLog
 from tinkercloud_worker.head.wire.token_limits import TokenLimits
 
 MAX_RESULT_BYTES = 100

@@ -6,22 +6,15 @@ may repeat any request safely.
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import aiohttp
 
+from tinkercloud_protocol.heads.keepalive import keepalive_socket
+
 _CONNECT_SECONDS = 5.0
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 30,
-    # Name of the same option on macOS.
-    "TCP_KEEPALIVE": 30,
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 3,
-}
-"""Options that detect a dead peer within a minute; not every system has all of them."""
 _IDLE_SECONDS = 30.0
 """Shorter than the head's keep-alive (75 s), so that no connection is reused while it closes."""
 _AUTOMATIC_HEADERS = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")
@@ -40,22 +33,11 @@ def open_client() -> aiohttp.ClientSession:
             keepalive_timeout=_IDLE_SECONDS,
             # The address behind a head's name changes when its pod is replaced.
             use_dns_cache=False,
-            socket_factory=_kept_alive_socket,
+            socket_factory=keepalive_socket,
         ),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
     )
-
-
-def _kept_alive_socket(address: tuple[object, ...]) -> socket.socket:
-    """Return a socket that detects when its peer's machine is gone."""
-    family, kind, protocol = address[:3]
-    made = socket.socket(family, kind, protocol)  # type: ignore[arg-type]  # as getaddrinfo gave it
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,106 +97,93 @@ class Served:
     """The parts of the path, if it is that of a recorded session."""
 
 
-_in_order = training_routes.in_order
-_SESSION = routes.OPENAI_SESSIONS + "/{session_id}"
-_UPLOADED = "{upload_id}/adapter_model.safetensors"
+def _submission(
+    path: str,
+    handler: Handler,
+    summary: str,
+    body: type[BaseModel] | None = None,
+    effect: Effect = WORKS,
+) -> HotRoute:
+    """Return the route of a request that a key can identify, if it has no number."""
+    return HotRoute("POST", path, BATCH, effect, handler, summary, body=body, takes_key=True)
+
+
+_LIST_MODELS = "List base models and the caller's checkpoints"
+
+
+def _chat(method: str, path: str, effect: Effect, handler: Handler, summary: str) -> HotRoute:
+    """Return a route of chat clients."""
+    return HotRoute(method, path, CHAT, effect, handler, summary)
+
+
+def _model(models: str, handler: Handler) -> HotRoute:
+    """Return the route of one model of chat clients, below that of all of them."""
+    path = models + "/{model}"
+    return HotRoute("GET", path, CHAT, READS, handler, "Look up a model", prefix=models + "/")
+
+
+def _recorded(method: str, action: str, effect: Effect, handler: Handler, summary: str) -> HotRoute:
+    """Return a route of recorded sessions; the action is empty for the session itself."""
+    path = routes.OPENAI_SESSIONS + "/{session_id}" + (f"/{action}" if action else "")
+    return HotRoute(method, path, CHAT, effect, handler, summary, recorded_action=action)
+
+
 HOT_ROUTES: tuple[HotRoute, ...] = (
-    HotRoute(
-        "POST",
+    _submission(
         routes.FORWARD_BACKWARD,
-        BATCH,
-        WORKS,
         training_routes.forward_backward,
         "Compute losses and accumulate gradients",
-        takes_key=True,
     ),
-    HotRoute(
-        "POST",
-        routes.FORWARD,
-        BATCH,
-        WORKS,
-        _in_order(training_routes.forward_in_order),
-        "Compute losses without gradients",
-        takes_key=True,
+    _submission(
+        routes.FORWARD, training_routes.forward_in_order, "Compute losses without gradients"
     ),
-    HotRoute(
-        "POST",
+    _submission(
         routes.OPTIM_STEP,
-        BATCH,
-        WORKS,
-        _in_order(training_routes.forward_in_order),
+        training_routes.forward_in_order,
         "Apply the accumulated gradients",
-        body=OptimStepRequest,
-        takes_key=True,
+        OptimStepRequest,
     ),
-    HotRoute(
-        "POST",
+    _submission(
         routes.SAVE_WEIGHTS,
-        BATCH,
-        changes("checkpoint_write"),
-        _in_order(training_routes.save_weights),
+        training_routes.save_weights,
         "Save a training checkpoint",
-        body=SaveWeightsRequest,
-        takes_key=True,
-    ),
-    HotRoute(
-        "POST",
-        routes.SAVE_WEIGHTS_FOR_SAMPLER,
-        BATCH,
+        SaveWeightsRequest,
         changes("checkpoint_write"),
-        _in_order(training_routes.save_weights_for_sampler),
+    ),
+    _submission(
+        routes.SAVE_WEIGHTS_FOR_SAMPLER,
+        training_routes.save_weights_for_sampler,
         "Save weights for sampling",
-        body=SaveWeightsForSamplerRequest,
-        takes_key=True,
+        SaveWeightsForSamplerRequest,
+        changes("checkpoint_write"),
     ),
     HotRoute(
         "POST",
         routes.SAVE_WEIGHTS_EXTERNAL,
         BATCH,
         changes("checkpoint_export"),
-        _in_order(training_routes.save_weights_external),
+        training_routes.save_weights_external,
         "Save weights as files for other programs",
         body=SaveWeightsExternalRequest,
     ),
-    HotRoute(
-        "POST",
+    _submission(
         routes.LOAD_WEIGHTS,
-        BATCH,
-        changes("checkpoint_read"),
-        _in_order(training_routes.load_weights),
+        training_routes.load_weights,
         "Load a checkpoint into a model or as a new model",
-        body=LoadWeightsRequest,
-        takes_key=True,
+        LoadWeightsRequest,
+        changes("checkpoint_read"),
     ),
     HotRoute(
         "POST",
         routes.ATTACH_MODEL,
         BATCH,
         changes("model_attach"),
-        _in_order(training_routes.forward_in_order),
+        training_routes.forward_in_order,
         "Continue the order of an existing model from another client",
         body=AttachModelRequest,
     ),
-    HotRoute(
-        "POST",
-        routes.ASAMPLE,
-        BATCH,
-        WORKS,
-        sampling_routes.asample,
-        "Sample",
-        body=SampleOfWeights,
-        takes_key=True,
-    ),
-    HotRoute(
-        "POST",
-        routes.SAMPLE,
-        BATCH,
-        WORKS,
-        blocking.sample,
-        "Sample, and wait for the result",
-        body=SampleOfWeights,
-        takes_key=True,
-    ),
+    _submission(routes.ASAMPLE, sampling_routes.asample, "Sample", SampleOfWeights),
+    _submission(routes.SAMPLE, blocking.sample, "Sample, and wait for the result", SampleOfWeights),
     HotRoute(
         "POST",
         routes.RETRIEVE_FUTURE,
@@ -215,121 +202,66 @@ HOT_ROUTES: tuple[HotRoute, ...] = (
         "Cancel a sampling request",
         body=CancelFutureRequest,
     ),
-    HotRoute(
-        "GET",
-        routes.OPENAI_MODELS,
-        CHAT,
-        READS,
-        chat_routes.openai_models,
-        "List base models and the caller's checkpoints",
-    ),
-    HotRoute(
-        "GET",
-        routes.OPENAI_MODELS + "/{model}",
-        CHAT,
-        READS,
-        chat_routes.openai_model,
-        "Look up a model",
-        prefix=routes.OPENAI_MODELS + "/",
-    ),
-    HotRoute(
-        "POST", routes.OPENAI_CHAT, CHAT, WORKS, chat_routes.forward, "Create a chat completion"
-    ),
-    HotRoute(
-        "POST", routes.OPENAI_COMPLETIONS, CHAT, WORKS, chat_routes.forward, "Create a completion"
-    ),
-    HotRoute(
+    _chat("GET", routes.OPENAI_MODELS, READS, chat_routes.openai_models, _LIST_MODELS),
+    _model(routes.OPENAI_MODELS, chat_routes.openai_model),
+    _chat("POST", routes.OPENAI_CHAT, WORKS, chat_routes.forward, "Create a chat completion"),
+    _chat("POST", routes.OPENAI_COMPLETIONS, WORKS, chat_routes.forward, "Create a completion"),
+    _chat(
         "POST",
         routes.OPENAI_SESSIONS,
-        CHAT,
         changes("recorded_session_create"),
         chat_routes.forward,
         "Create a recorded session of a model",
     ),
-    HotRoute(
+    _chat(
         "GET",
         routes.OPENAI_SESSIONS,
-        CHAT,
         READS,
         chat_routes.recorded_sessions,
         "List the caller's recorded sessions",
     ),
-    HotRoute(
+    _recorded("GET", "", READS, chat_routes.show_recorded, "Describe a recorded session"),
+    _recorded(
         "GET",
-        _SESSION,
-        CHAT,
-        READS,
-        chat_routes.show_recorded,
-        "Describe a recorded session",
-        recorded_action="",
-    ),
-    HotRoute(
-        "GET",
-        f"{_SESSION}/{recorded_paths.MODELS}",
-        CHAT,
+        recorded_paths.MODELS,
         READS,
         chat_routes.forward_recorded,
         "List the model of a recorded session",
-        recorded_action=recorded_paths.MODELS,
     ),
-    HotRoute(
+    _recorded(
         "POST",
-        f"{_SESSION}/{recorded_paths.CHAT}",
-        CHAT,
+        recorded_paths.CHAT,
         WORKS,
         chat_routes.forward_recorded,
         "Create a chat completion, and record it",
-        recorded_action=recorded_paths.CHAT,
     ),
-    HotRoute(
+    _recorded(
         "GET",
-        f"{_SESSION}/{recorded_paths.DATUMS}",
-        CHAT,
+        recorded_paths.DATUMS,
         READS,
         chat_routes.forward_recorded,
         "Return recorded turns as training data",
-        recorded_action=recorded_paths.DATUMS,
     ),
-    HotRoute(
+    _recorded(
         "DELETE",
-        _SESSION,
-        CHAT,
+        "",
         changes("recorded_session_delete"),
         chat_routes.delete_recorded,
         "Delete a recorded session",
-        recorded_action="",
     ),
-    HotRoute(
-        "GET",
-        routes.ANTHROPIC_MODELS,
-        CHAT,
-        READS,
-        chat_routes.anthropic_models,
-        "List base models and the caller's checkpoints",
-    ),
-    HotRoute(
-        "GET",
-        routes.ANTHROPIC_MODELS + "/{model}",
-        CHAT,
-        READS,
-        chat_routes.anthropic_model,
-        "Look up a model",
-        prefix=routes.ANTHROPIC_MODELS + "/",
-    ),
-    HotRoute(
-        "POST", routes.ANTHROPIC_MESSAGES, CHAT, WORKS, chat_routes.forward, "Create a message"
-    ),
-    HotRoute(
+    _chat("GET", routes.ANTHROPIC_MODELS, READS, chat_routes.anthropic_models, _LIST_MODELS),
+    _model(routes.ANTHROPIC_MODELS, chat_routes.anthropic_model),
+    _chat("POST", routes.ANTHROPIC_MESSAGES, WORKS, chat_routes.forward, "Create a message"),
+    _chat(
         "POST",
         routes.ANTHROPIC_COUNT_TOKENS,
-        CHAT,
         WORKS,
         chat_routes.forward,
         "Count the tokens of a message",
     ),
     HotRoute(
         "PUT",
-        importing.UPLOADS + _UPLOADED,
+        importing.UPLOADS + "{upload_id}/adapter_model.safetensors",
         UPLOAD,
         changes("checkpoint_import"),
         importing.receive_file,

@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from tinkercloud_api.serve.hot_routes import HotRoute
-from tinkercloud_api.serve.openapi_chat import chat_operation
 from tinkercloud_api.serve.route_table import Authentication, Row
 from tinkercloud_api.web.statuses import IDEMPOTENCY_KEY, statuses
 from tinkercloud_protocol.requests.training_requests import AttachModelAnswer
@@ -67,6 +66,15 @@ _BATCH = {
     },
 }
 """Schema of a batch in JSON, which `json_payloads` reads without a model."""
+_NO_BRACES = str.maketrans("", "", "{}")
+_CHAT_STATUSES = {
+    "400": "A field is invalid or not supported; the message names it.",
+    "401": "The key is missing, unknown or revoked.",
+    "404": "The model does not exist, or belongs to another owner.",
+    "413": "The body is too large.",
+    "429": "Too many waiting requests; try again later.",
+    "503": "The session head is unavailable; try again.",
+}
 _OF_EVERY_CALL = ("400", "401", "429", "503")
 
 
@@ -118,7 +126,7 @@ def _complete(row: Row, operation: dict[str, Any]) -> None:
 def _operation(route: HotRoute, summary: str, schemas: dict[str, Any]) -> dict[str, Any]:
     """Return an operation outside FastAPI, and add the schemas of its body to `schemas`."""
     if route.path.startswith(chat_errors.PREFIXES):
-        return chat_operation(route.method.lower(), route.path, summary)
+        return _chat_operation(route.method.lower(), route.path, summary)
     if route.method == "PUT":
         return _upload_operation(summary)
     return _hot_operation(route, summary, schemas)
@@ -169,6 +177,35 @@ def _upload_operation(summary: str) -> dict[str, Any]:
         "requestBody": {"required": True, "content": {"application/octet-stream": binary}},
         "responses": {"200": {"description": "Received."}},
     }
+
+
+def _chat_operation(method: str, path: str, summary: str) -> dict[str, Any]:
+    """Return an operation of a chat client, whose own documentation describes the bodies.
+
+    Args:
+        method: in lower case.
+        path: with fields in braces.
+        summary: of the operation.
+    """
+    content = {future_responses.JSON: {"schema": {"type": "object"}}}
+    operation: dict[str, Any] = {
+        "tags": ["anthropic" if path.startswith(chat_errors.ANTHROPIC) else "openai"],
+        "summary": summary,
+        "operationId": f"{method}_{path.strip('/')}".replace("/", "_").translate(_NO_BRACES),
+        "responses": {"200": {"description": "The answer.", "content": content}},
+        "security": [{"key": []}, {"bearer": []}],
+    }
+    for status, description in _CHAT_STATUSES.items():
+        operation["responses"][status] = {"description": description, "content": content}
+    if method == "post":
+        operation["requestBody"] = {"required": True, "content": content}
+    names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
+    if names:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    return operation
 
 
 def _object(**fields: str) -> dict[str, Any]:

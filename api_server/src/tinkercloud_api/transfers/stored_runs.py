@@ -86,7 +86,7 @@ class StoredRuns:
             tags=[],
             user_metadata={},
         )
-        await self.catalog.add_ended_session(session)
+        await self.catalog.ensure_session(session)
         row = await self.catalog.add_run(
             TrainingRun(
                 id=run_id,

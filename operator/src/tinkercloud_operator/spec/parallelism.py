@@ -1,7 +1,6 @@
 """Chooses the trainers' parallelism where a BaseModel leaves it to the operator: pure."""
 
 import json
-from dataclasses import dataclass
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.pods.shapes import Planning, TrainerShape
@@ -11,14 +10,6 @@ from tinkercloud_planning.gpus import Fleet, Gpu, gpu
 from tinkercloud_planning.plan import TrainerPlan, adapters_that_fit, plan_trainer
 from tinkercloud_planning.refusal import engine_refusal
 from tinkercloud_planning.search import Demand, Engine, can_sample
-
-
-@dataclass(frozen=True, slots=True)
-class _PlanningInput:
-    """The model and the GPU that a plan is computed for."""
-
-    model: Architecture
-    gpu: Gpu
 
 
 def plan_parallelism(
@@ -63,9 +54,9 @@ def _demand_and_fleet(
     trainer: TrainerShape, sequence_length: int, lora_rank: int | None
 ) -> tuple[Demand, Fleet]:
     assert trainer.planning is not None  # noqa: S101 - callers check it
-    known, pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
-    demand = Demand(known.model, sequence_length, lora_rank)
-    return demand, Fleet(known.gpu, trainer.replicas * pods, per_node=pods)
+    (model, kind), pods = _read(trainer.planning, sequence_length), trainer.gpus_per_replica
+    demand = Demand(model, sequence_length, lora_rank)
+    return demand, Fleet(kind, trainer.replicas * pods, per_node=pods)
 
 
 def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus: int) -> None:
@@ -81,10 +72,10 @@ def check_engine(planning: Planning, sequence_length: int, lora_rank: int, gpus:
         DoesNotFit: the engine cannot hold the model.
         ValueError: no session can be planned; see `planning_problem`.
     """
-    known = _read(planning, sequence_length)
-    demand = Demand(known.model, sequence_length, lora_rank)
-    if not can_sample(demand, known.gpu, gpus):
-        raise engine_refusal(demand, known.gpu, gpus)
+    model, kind = _read(planning, sequence_length)
+    demand = Demand(model, sequence_length, lora_rank)
+    if not can_sample(demand, kind, gpus):
+        raise engine_refusal(demand, kind, gpus)
 
 
 def planning_problem(base_model: BaseModelSpec) -> str | None:
@@ -99,7 +90,8 @@ def planning_problem(base_model: BaseModelSpec) -> str | None:
     return None
 
 
-def _read(planning: Planning, sequence_length: int) -> _PlanningInput:
+def _read(planning: Planning, sequence_length: int) -> tuple[Architecture, Gpu]:
+    """Return the model and the GPU that a plan is computed for."""
     try:
         config = json.loads(planning.config)
     except RecursionError:
@@ -119,4 +111,4 @@ def _read(planning: Planning, sequence_length: int) -> _PlanningInput:
             f" at most {described.max_context_length} tokens (max_position_embeddings, extended by"
             " rope_scaling); lower maxContextLength"
         )
-    return _PlanningInput(described, kind)
+    return described, kind

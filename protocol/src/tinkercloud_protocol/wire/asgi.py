@@ -3,6 +3,7 @@
 Nothing between the socket and the parser copies a body or decides what an error looks like.
 """
 
+import asyncio
 import io
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any
@@ -50,6 +51,24 @@ class Request:
         """Return once the client has disconnected, after the whole body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def run_until_disconnected(self, work: Awaitable[None]) -> bool:
+        """Run work until the client disconnects, which cancels it; return whether it was finished.
+
+        As `wait_until_disconnected`, only after the whole body was read.
+        """
+        task = asyncio.ensure_future(work)
+        gone = asyncio.create_task(self.wait_until_disconnected())
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return False
+            await task
+            return True
+        finally:
+            gone.cancel()
+            task.cancel()
+            await asyncio.gather(gone, task, return_exceptions=True)
 
 
 def check_encoding(headers: Mapping[str, str], accepted: Collection[str] = ()) -> None:

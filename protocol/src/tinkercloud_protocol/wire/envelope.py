@@ -52,14 +52,14 @@ def peek_training(prefix: bytes) -> TrainingEnvelope:
     try:
         if prefix[0] != _MODEL_ID_TAG:
             raise InvalidRequest(_NOT_PROTO)
-        length, start = _varint(prefix, 1)
+        length, start = read_varint(prefix, 1)
         end = start + length
         if length > PREFIX_BYTES or end > len(prefix):
             raise InvalidRequest(_NOT_PROTO)
         model_id = prefix[start:end].decode()
         seq_id = 0
         if end < len(prefix) and prefix[end] == _SEQ_ID_TAG:
-            seq_id, _ = _varint(prefix, end + 1)
+            seq_id, _ = read_varint(prefix, end + 1)
             # A negative number is encoded as its 64-bit two's complement.
             seq_id -= (seq_id >> 63) << 64
     except (IndexError, UnicodeDecodeError):
@@ -74,7 +74,13 @@ _NOT_PROTO = (
 )
 
 
-def _varint(data: bytes, position: int) -> tuple[int, int]:
+def read_varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return a number of a protobuf body, and the position after it.
+
+    Raises:
+        IndexError: The body ends within the number.
+        InvalidRequest: It has more than 64 bits.
+    """
     value = shift = 0
     while True:
         byte = data[position]

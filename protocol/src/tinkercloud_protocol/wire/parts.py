@@ -6,6 +6,9 @@ only two bytes on the wire; so a body of 64 MiB could become gigabytes before it
 Wire format: https://protobuf.dev/programming-guides/encoding/
 """
 
+from tinkercloud_protocol.wire.envelope import read_varint
+from tinkercloud_protocol.wire.errors import InvalidRequest
+
 _DATA = 3
 """Number of the field of a ForwardBackwardRequest that contains a datum."""
 
@@ -25,7 +28,7 @@ def count_parts(body: bytes, most: int) -> int:
                 return parts
             try:
                 field, start, position = _field(body, position)
-            except (IndexError, ValueError):
+            except (IndexError, ValueError, InvalidRequest):
                 return parts
             if is_request and field == _DATA and start < position:
                 pending.append((start, min(position, end), False))
@@ -38,31 +41,19 @@ def _field(body: bytes, position: int) -> tuple[int, int, int]:
     Raises:
         IndexError: The body ends within the field.
         ValueError: The field has an unknown wire type.
+        InvalidRequest: A number is too long.
     """
-    tag, position = _varint(body, position)
+    tag, position = read_varint(body, position)
     match tag & 7:
         case 0:
-            _, end = _varint(body, position)
+            _, end = read_varint(body, position)
             return tag >> 3, end, end
         case 1:
             return tag >> 3, position + 8, position + 8
         case 2:
-            length, start = _varint(body, position)
+            length, start = read_varint(body, position)
             return tag >> 3, start, start + length
         case 5:
             return tag >> 3, position + 4, position + 4
         case kind:
             raise ValueError(kind)
-
-
-def _varint(body: bytes, position: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
-        if shift > 63:
-            raise ValueError(shift)

@@ -20,7 +20,6 @@ RETRIEVE_FUTURE = "/api/v1/retrieve_future"
 CANCEL_FUTURE = "/api/v1/cancel_future"
 ATTACH_MODEL = "/api/v1/attach_model"
 """Continues an existing model's order from another process, see `training.AttachModelRequest`."""
-CLEANUP_FUTURES = "/api/v1/cleanup_futures"
 
 OPENAI = "/oai/api/v1"
 """Base URL of clients of OpenAI's API."""

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from tinkercloud_protocol.wire.errors import StateLost
 from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
-from tinkercloud_worker.actors.memberships import memberships_of
 from tinkercloud_worker.actors.rank_memory import RankMemory
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.engine.ranks import Membership
@@ -131,7 +130,7 @@ class ReplaceableGroup:
         self.current = start(self.no_more_starts)
         """The group of the last start, which may be lost."""
         try:
-            self.memberships: Sequence[Membership] = memberships_of(self.current)
+            self.memberships: Sequence[Membership] = _memberships_of(self.current)
             if weight_host is not None:
                 weight_host.attach_to(self.current)
         except BaseException:
@@ -211,7 +210,7 @@ class ReplaceableGroup:
                 state = salvaged[model_id]
                 self.memory.add_back(group, model_id, state.weights.lora)
                 group.call("import_state", model_id, state)
-            memberships = memberships_of(group, self._base_fingerprint)
+            memberships = _memberships_of(group, self._base_fingerprint)
             if self._weight_host is not None:
                 self._weight_host.attach_to(group)
         except BaseException as error:
@@ -228,3 +227,27 @@ def _consequence(reason: str) -> str:
         f"{reason}; other ranks continue the model from its last optim_step. The gradient"
         " accumulated since then was lost: send the data of this step again"
     )
+
+
+def _memberships_of(group: RankGroup, base: str | None = None) -> list[Membership]:
+    """Return the places of all ranks, which must have loaded the same base.
+
+    Args:
+        group: the ranks.
+        base: fingerprint of the base model of the previous group; None: any that all have loaded.
+
+    Raises:
+        RanksUnavailable: a rank has a different base model.
+        RanksLost: a rank was lost.
+    """
+    memberships: list[Membership] = group.call_each("membership", [()] * group.shape.ranks)
+    loaded = [each.base_fingerprint for each in memberships]
+    expected = base or loaded[0]
+    for rank, fingerprint in enumerate(loaded):
+        if None not in {fingerprint, expected} and fingerprint != expected:
+            raise RanksUnavailable(
+                f"the model files at rank {rank} (fingerprint {fingerprint}) differ from those that"
+                f" were loaded first ({expected}); put the same files on every node, or restart the"
+                " session if the model was replaced"
+            )
+    return memberships

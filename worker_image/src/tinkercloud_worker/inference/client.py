@@ -9,7 +9,6 @@ An error of the request is raised as InvalidRequest with the server's message.
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,20 +16,12 @@ from typing import Any
 import aiohttp
 import orjson
 
+from tinkercloud_protocol.heads.keepalive import keepalive_socket
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
 
 Json = Mapping[str, Any]
 _CONNECT_SECONDS = 10.0
 _IDLE_SECONDS = 3.0
-_KEEPALIVE = {
-    "TCP_KEEPIDLE": 30,
-    # The same option on macOS.
-    "TCP_KEEPALIVE": 30,
-    "TCP_KEEPINTVL": 10,
-    "TCP_KEEPCNT": 3,
-}
-"""TCP keepalive: break a connection within a minute after the other machine goes silent. Some
-systems lack some of these options."""
 _MESSAGE_CHARACTERS = 500
 """Maximum length of a server's message that is passed on."""
 
@@ -162,7 +153,7 @@ class InferenceClient:
             # SGLang and vLLM close connections after five idle seconds, and lose a POST that
             # arrives at that moment.
             connector = aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=_keepalive_socket
+                limit=0, keepalive_timeout=_IDLE_SECONDS, socket_factory=keepalive_socket
             )
             self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
@@ -209,17 +200,6 @@ class InferenceClient:
                 f"{self.url}{path} returned {_message(content)}, expected a JSON object"
             )
         return parsed
-
-
-def _keepalive_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket with TCP keepalive."""
-    family, kind, protocol, *_ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _KEEPALIVE.items():
-        if (option := getattr(socket, name, None)) is not None:
-            made.setsockopt(socket.IPPROTO_TCP, option, value)
-    return made
 
 
 def _message(content: bytes) -> str:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
@@ -192,7 +193,7 @@ class _Backup:
         """Copy everything but the catalog."""
         state_dir, store = self._source.state_dir, self._source.store
         for name in (archive.VERSION, archive.SETTINGS):
-            self._copy(open_files.single(state_dir / name), state_dir, "")
+            self._copy(partial(open_files.single, state_dir / name), state_dir, "")
         recorded = state_dir / archive.SETTINGS
         if recorded.exists():
             self._left_out = server_settings.left_out(recorded.read_text())
@@ -201,9 +202,9 @@ class _Backup:
         if store is None:
             return
         for path in _checkpoints(store):
-            self._copy(open_files.checkpoint(store, path), store, archive.CHECKPOINTS)
+            self._copy(partial(open_files.checkpoint, store, path), store, archive.CHECKPOINTS)
         for file in _other_files(store):
-            self._copy(open_files.single(file), store, archive.CHECKPOINTS)
+            self._copy(partial(open_files.single, file), store, archive.CHECKPOINTS)
 
     def _copy_runs(self) -> bool:
         """Copy the states of runs that were not copied yet; return whether there were any."""
@@ -227,13 +228,17 @@ class _Backup:
         return found
 
     def _copy_each(
-        self, root: Path, unit: Callable[[Path, str], Find], relative_to: Path, prefix: str
+        self,
+        root: Path,
+        unit: Callable[[Path, str, ExitStack], Unit | None],
+        relative_to: Path,
+        prefix: str,
     ) -> bool:
         """Copy what there is of each run below a folder; return whether anything was."""
         found = False
         for folder in open_files.entries(root / _RUNS):
             if folder not in self._done and self._copy(
-                unit(root, folder.name), relative_to, prefix
+                partial(unit, root, folder.name), relative_to, prefix
             ):
                 self._done.add(folder)
                 found = True

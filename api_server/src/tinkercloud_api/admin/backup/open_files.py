@@ -106,41 +106,29 @@ def _retried(find: Callable[[ExitStack], T], stack: ExitStack) -> T:
     raise BackupError("files of the server change too often to be copied; run the command again")
 
 
-def single(path: Path) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open one file that belongs to no other."""
-
-    def find(stack: ExitStack) -> Unit | None:
-        unit = Unit(path.name)
-        try:
-            unit.add(stack, path)
-        except FileNotFoundError:
-            return None
-        return unit
-
-    return find
+def single(path: Path, stack: ExitStack) -> Unit | None:
+    """Open one file that belongs to no other."""
+    unit = Unit(path.name)
+    try:
+        unit.add(stack, path)
+    except FileNotFoundError:
+        return None
+    return unit
 
 
-def checkpoint(store: Path, path: CheckpointPath) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open a checkpoint in a store's folder."""
-
-    def find(stack: ExitStack) -> Unit | None:
-        unit = Unit(str(path))
-        manifest = _described(unit, stack, store, path.manifest_key, CheckpointManifest)
-        unit.checkpoint = manifest if unit.damage is None else None
-        return unit if unit.files else None
-
-    return find
+def checkpoint(store: Path, path: CheckpointPath, stack: ExitStack) -> Unit | None:
+    """Open a checkpoint in a store's folder."""
+    unit = Unit(str(path))
+    manifest = _described(unit, stack, store, path.manifest_key, CheckpointManifest)
+    unit.checkpoint = manifest if unit.damage is None else None
+    return unit if unit.files else None
 
 
-def suspended(store: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open the suspended state of a run."""
-
-    def find(stack: ExitStack) -> Unit | None:
-        unit = Unit(f"the suspended state of training run {run_id}")
-        _described(unit, stack, store, suspended_key(run_id), SuspendedManifest)
-        return unit if unit.files else None
-
-    return find
+def suspended(store: Path, run_id: str, stack: ExitStack) -> Unit | None:
+    """Open the suspended state of a run."""
+    unit = Unit(f"the suspended state of training run {run_id}")
+    _described(unit, stack, store, suspended_key(run_id), SuspendedManifest)
+    return unit if unit.files else None
 
 
 def _described(
@@ -175,79 +163,69 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def journal(root: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open the journal of a run and its snapshot, in the folder of a head's journals.
+def journal(root: Path, run_id: str, stack: ExitStack) -> Unit | None:
+    """Open the journal of a run and its snapshot, in the folder of a head's journals.
 
     A head writes a snapshot before it deletes the segments that the snapshot replaces, the oldest
     first. So with the same snapshot before and after, all segments that follow it were there.
     """
-
-    def find(stack: ExitStack) -> Unit | None:
-        manifest, folder = _journal_files(root, run_id)
-        snapshot = root / suspended_key(run_id)
-        before = _content(manifest), _content(snapshot)
-        if before[0] is None:
-            return None
-        unit = Unit(f"the journal of training run {run_id}")
-        segments = sorted(folder.glob("*.log"))
-        for segment in segments:
-            unit.add(stack, segment)
-        later = set(folder.glob("*.log")).difference(segments)
-        if segments and later and min(later) < segments[-1]:
-            # The list of a folder may lack files that are created meanwhile.
-            raise _Changed
-        for path in (manifest, folder / "deaths.json"):
-            if path.exists():
-                unit.add(stack, path)
-        if before[1] is not None:
-            state = Unit(f"the snapshot of training run {run_id}")
-            _described(state, stack, root, suspended_key(run_id), SuspendedManifest)
-            unit.files += state.files
-            unit.damage = state.damage
-        if before != (_content(manifest), _content(snapshot)):
-            raise _Changed
-        return unit
-
-    return find
+    manifest, folder = _journal_files(root, run_id)
+    snapshot = root / suspended_key(run_id)
+    before = _content(manifest), _content(snapshot)
+    if before[0] is None:
+        return None
+    unit = Unit(f"the journal of training run {run_id}")
+    segments = sorted(folder.glob("*.log"))
+    for segment in segments:
+        unit.add(stack, segment)
+    later = set(folder.glob("*.log")).difference(segments)
+    if segments and later and min(later) < segments[-1]:
+        # The list of a folder may lack files that are created meanwhile.
+        raise _Changed
+    for path in (manifest, folder / "deaths.json"):
+        if path.exists():
+            unit.add(stack, path)
+    if before[1] is not None:
+        state = Unit(f"the snapshot of training run {run_id}")
+        _described(state, stack, root, suspended_key(run_id), SuspendedManifest)
+        unit.files += state.files
+        unit.damage = state.damage
+    if before != (_content(manifest), _content(snapshot)):
+        raise _Changed
+    return unit
 
 
 def _journal_files(root: Path, run_id: str) -> tuple[Path, Path]:
     return journal_files.manifest_path(root, run_id), journal_files.segments_folder(root, run_id)
 
 
-def shared_journal(root: Path, run_id: str) -> Callable[[ExitStack], Unit | None]:
-    """Return how to open the copy of a run's journal in a store, and its snapshot.
+def shared_journal(root: Path, run_id: str, stack: ExitStack) -> Unit | None:
+    """Open the copy of a run's journal in a store, and its snapshot.
 
     Objects never change, are created in order, and are deleted, the oldest first, once a newer one
     names a snapshot that replaces them.
     """
-
-    def find(stack: ExitStack) -> Unit | None:
-        folder = root / journal_copy.objects_folder(run_id)
-        numbers = journal_copy.numbers(path.name for path in entries(folder))
-        if not numbers:
-            return None
-        unit = Unit(f"the copied journal of training run {run_id}")
-        headers: dict[int, journal_copy.Header] = {}
-        for number in numbers:
-            path = root / journal_copy.object_key(run_id, number)
-            start = unit.add(stack, path).read(journal_copy.HEADER_LIMIT)
-            unit.files[-1].file.seek(0)
-            try:
-                headers[number], _ = journal_copy.decode(
-                    start, journal_copy.name_of(run_id, number)
-                )
-            except InvalidRequest as error:
-                unit.damage = error.message
+    folder = root / journal_copy.objects_folder(run_id)
+    numbers = journal_copy.numbers(path.name for path in entries(folder))
+    if not numbers:
+        return None
+    unit = Unit(f"the copied journal of training run {run_id}")
+    headers: dict[int, journal_copy.Header] = {}
+    for number in numbers:
+        path = root / journal_copy.object_key(run_id, number)
+        start = unit.add(stack, path).read(journal_copy.HEADER_LIMIT)
+        unit.files[-1].file.seek(0)
         try:
-            _add_base(unit, stack, root, headers)
-        except FileNotFoundError as error:
-            if journal_copy.numbers(path.name for path in entries(folder)) != numbers:
-                raise
-            unit.damage = f"its snapshot lacks the file {Path(error.filename).name}"
-        return unit
-
-    return find
+            headers[number], _ = journal_copy.decode(start, journal_copy.name_of(run_id, number))
+        except InvalidRequest as error:
+            unit.damage = error.message
+    try:
+        _add_base(unit, stack, root, headers)
+    except FileNotFoundError as error:
+        if journal_copy.numbers(path.name for path in entries(folder)) != numbers:
+            raise
+        unit.damage = f"its snapshot lacks the file {Path(error.filename).name}"
+    return unit
 
 
 def _add_base(

@@ -6,9 +6,7 @@ A value that is logged again at its step replaces the earlier one, so a call can
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
-from typing import cast
 
-from sqlalchemy import Table as SqlTable
 from sqlalchemy import delete, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -20,7 +18,6 @@ from tinkercloud_protocol.wire.errors import InvalidRequest
 
 MAX_NAMES = 32
 """Names of a run."""
-_TABLE = cast("SqlTable", LoggedValue.__table__)
 
 
 class LoggedValues(Statements):
@@ -29,11 +26,7 @@ class LoggedValues(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        add = self._insert_into(LoggedValue)
-        self._add = add.on_conflict_do_update(
-            index_elements=list(_TABLE.primary_key),
-            set_={"value": add.excluded["value"], "at": add.excluded["at"]},
-        )
+        self._add = self._insert_or_replace(LoggedValue, ("value", "at"))
 
     async def log(self, run_id: str, step: int, values: Mapping[str, float], at: datetime) -> None:
         """Record values of a step.

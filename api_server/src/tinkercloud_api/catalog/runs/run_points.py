@@ -6,17 +6,15 @@ several servers, therefore changes nothing that is already known.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import Any
 
 from sqlalchemy import Row, delete, or_, select
-from sqlalchemy import Table as SqlTable
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, SampleText, TrainingRun
 from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
 
-_TABLE = cast("SqlTable", RunPoint.__table__)
 _VALUES = ("steps", "step", "at", "metrics")
 _COLUMNS = {name: getattr(RunPoint, name) for name in ("number", *_VALUES)}
 _OF_RUNS = (RunPoint, LoggedValue, SampleText)
@@ -31,12 +29,7 @@ class RunPoints(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        add = self._insert_into(RunPoint)
-        self._add = add.on_conflict_do_update(
-            index_elements=list(_TABLE.primary_key),
-            set_={name: add.excluded[name] for name in _VALUES},
-            where=add.excluded.steps >= _TABLE.c.steps,
-        )
+        self._add = self._insert_or_replace(RunPoint, _VALUES, unless_below="steps")
 
     async def record(self, report: CurveReport) -> None:
         """Record a report. It may be repeated, and late. That of an unknown run is ignored.

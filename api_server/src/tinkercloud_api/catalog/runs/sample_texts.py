@@ -7,9 +7,7 @@ therefore changes nothing that is newer.
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import cast
 
-from sqlalchemy import Table as SqlTable
 from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -20,7 +18,6 @@ from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
 
 MAX_STEPS = 64
 """Steps of which a run keeps samples."""
-_TABLE = cast("SqlTable", SampleText.__table__)
 _KEYS = ("step", "place")
 _VALUES = ("at", "prompt", "prompt_tokens_left_out", "answer", "answer_tokens_left_out")
 
@@ -31,12 +28,7 @@ class SampleTexts(Statements):
     def __init__(self, engine: AsyncEngine) -> None:
         """Create it in a catalog's database."""
         super().__init__(engine)
-        add = self._insert_into(SampleText)
-        self._add = add.on_conflict_do_update(
-            index_elements=list(_TABLE.primary_key),
-            set_={name: add.excluded[name] for name in _VALUES},
-            where=add.excluded["at"] >= _TABLE.c["at"],
-        )
+        self._add = self._insert_or_replace(SampleText, _VALUES, unless_below="at")
 
     async def keep(self, run_id: str, at: datetime) -> None:
         """Keep samples of a run whose requests start from a time on. Idempotent."""

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import delete, func, select, update
 
 from tinkercloud_api.catalog.schema.statements import Statements
-from tinkercloud_api.catalog.schema.tables import Session, Upload, now
+from tinkercloud_api.catalog.schema.tables import Upload, now
 
 _MAX_SWEPT = 100
 """Limit of uploads per housekeeping round."""
@@ -84,7 +84,3 @@ class UploadStatements(Statements):
     async def forget_upload(self, upload_id: str) -> None:
         """Remove an upload."""
         await self._change(delete(Upload).where(Upload.id == upload_id))
-
-    async def add_ended_session(self, session: Session) -> None:
-        """Record the session of a run without a live model; do nothing if it exists."""
-        await self._insert(session, select(Session).where(Session.id == session.id))

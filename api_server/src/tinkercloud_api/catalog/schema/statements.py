@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
-from sqlalchemy import CursorResult, Delete, Select, Update, func, select
+from sqlalchemy import CursorResult, Delete, Insert, Select, Update, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
@@ -43,6 +43,24 @@ class Statements:
         """Return an INSERT that can say what happens on a conflict: no part of the SQL standard."""
         insert = postgresql.insert if self._engine.dialect.name == "postgresql" else sqlite.insert
         return insert(table)
+
+    def _insert_or_replace(
+        self, table: type[Table], values: Sequence[str], *, unless_below: str | None = None
+    ) -> Insert:
+        """Return an INSERT that replaces the values of the row with the same primary key.
+
+        Args:
+            table: the table.
+            values: names of its columns that are replaced.
+            unless_below: name of a column; a row with a lower value in it replaces nothing.
+        """
+        columns = table.__table__.c
+        add = self._insert_into(table)
+        return add.on_conflict_do_update(
+            index_elements=list(table.__table__.primary_key),
+            set_={name: add.excluded[name] for name in values},
+            where=add.excluded[unless_below] >= columns[unless_below] if unless_below else None,
+        )
 
     async def close(self) -> None:
         """Close all connections."""

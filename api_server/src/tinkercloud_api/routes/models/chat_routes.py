@@ -171,19 +171,10 @@ async def _forward_to_sampler(call: Call, forwarded: Call, sampler_id: str, body
         locator.head_of_sampler(sampler_id), lambda: _again(locator.sampler_pending(sampler_id))
     )
     seconds = server.settings.sample_wait_seconds
-    forwarding = asyncio.ensure_future(
+    # The head notices that a connection is closed, and cancels the samples.
+    await call.request.run_until_disconnected(
         forwarded.forward(endpoint, sampler_id, body, timeout_seconds=seconds)
     )
-    gone = asyncio.create_task(call.request.wait_until_disconnected())
-    try:
-        await asyncio.wait({forwarding, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if forwarding.done():
-            await forwarding
-    finally:
-        gone.cancel()
-        # The head notices that its connection is closed, and cancels the samples.
-        forwarding.cancel()
-        await asyncio.gather(gone, forwarding, return_exceptions=True)
 
 
 def _again(pending: Pending) -> Pending:

@@ -5,7 +5,6 @@ that disconnects cancels its request, unless it can repeat it.
 """
 
 import asyncio
-from collections.abc import Awaitable
 from http import HTTPStatus
 
 import orjson
@@ -44,7 +43,7 @@ async def sample(call: Call) -> None:
         return
     promise = orjson.loads(b"".join(message.get("body", b"") for message in response))
     request_id = str(promise["request_id"])
-    finished = await _unless_disconnected(call, _respond_with_result(call, request_id))
+    finished = await call.request.run_until_disconnected(_respond_with_result(call, request_id))
     if not finished and key is None:
         await _cancel(call, request_id)
 
@@ -76,22 +75,6 @@ async def _respond_with_result(call: Call, request_id: str) -> None:
         },
         HTTPStatus.SERVICE_UNAVAILABLE,
     )
-
-
-async def _unless_disconnected(call: Call, work: Awaitable[None]) -> bool:
-    """Run work until the client disconnects; return whether it was finished."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.create_task(call.request.wait_until_disconnected())
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            return False
-        await task
-        return True
-    finally:
-        gone.cancel()
-        task.cancel()
-        await asyncio.gather(gone, task, return_exceptions=True)
 
 
 async def _cancel(call: Call, request_id: str) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from urllib.parse import quote
 
@@ -149,58 +148,35 @@ class Call:
         refusal: str | None = None,
         extra: Mapping[str, str] | None = None,
         timeout_seconds: float = _RESPONSE_SECONDS,
+        max_moves: int = _MAX_MOVES,
     ) -> None:
         """Forward to a head, as `Proxy.forward` does.
 
         If the target is being moved to another head, the request is held and sent there. A body
         that has been streamed to the first head cannot be sent again.
         """
-        send_to = partial(
-            self.forward_once,
-            target=target,
-            body=body,
-            replace=replace,
-            refusal=refusal,
-            extra=extra,
-            timeout_seconds=timeout_seconds,
-        )
-        for _ in range(_MAX_MOVES if isinstance(body, bytes) else 0):
+        while True:
             try:
-                return await send_to(endpoint)
+                return await self.server.proxy.forward(
+                    self.send,
+                    endpoint,
+                    quote(self.request.path),
+                    target=target,
+                    headers=self.request.headers,
+                    body=body,
+                    replace=replace,
+                    refusal=refusal,
+                    extra={**self.server.tenants.headers(self.principal.owner), **(extra or {})},
+                    timeout_seconds=timeout_seconds,
+                )
             except StaleEndpoint:
-                following = self.server.locator.head_after(target, endpoint)
-                endpoint = await wait_for_head(following, lambda: _MOVING)
-        return await send_to(endpoint)
-
-    async def forward_once(
-        self,
-        endpoint: HeadEndpoint,
-        target: str,
-        body: bytes | AsyncIterator[bytes],
-        *,
-        replace: Mapping[int, tuple[int, bytes] | WireError] | None = None,
-        refusal: str | None = None,
-        extra: Mapping[str, str] | None = None,
-        timeout_seconds: float = _RESPONSE_SECONDS,
-    ) -> None:
-        """Forward to a head; a target that is being moved is not followed."""
-        try:
-            await self.server.proxy.forward(
-                self.send,
-                endpoint,
-                quote(self.request.path),
-                target=target,
-                headers=self.request.headers,
-                body=body,
-                replace=replace,
-                refusal=refusal,
-                extra={**self.server.tenants.headers(self.principal.owner), **(extra or {})},
-                timeout_seconds=timeout_seconds,
-            )
-        except StaleEndpoint:
-            self.server.provider.invalidate(endpoint)
-            self.server.locator.note_refusal(target, endpoint)
-            raise
+                self.server.provider.invalidate(endpoint)
+                self.server.locator.note_refusal(target, endpoint)
+                if max_moves == 0 or not isinstance(body, bytes):
+                    raise
+            max_moves -= 1
+            following = self.server.locator.head_after(target, endpoint)
+            endpoint = await wait_for_head(following, lambda: _MOVING)
 
     def of_own(self, path: str, body: bytes, send: Send) -> "Call":
         """Return a request of this server for the same caller, with a JSON body and response.

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 import orjson
@@ -85,95 +86,102 @@ async def _retrieve_training(
     target, locator = str(request_id.target), call.server.locator
     may_change = await locator.known.authorize_run(target, call.principal)
     call.server.activity.touch(target)
-    try:
-        has_finished = call.server.deliveries.has_finished(target)
-        endpoint = locator.head_at_once(target) if has_finished else None
-        if endpoint is None:
-            head = _after_deliveries(call, target, locator.head_of_run(target))
-            endpoint = await _wait_while_polling(head, seconds)
-    except TimeoutError:
-        await _respond_pending(call, request_id, locator.run_pending(target))
-        return
-    except WireError as error:
-        if may_change:
-            await _withdraw(call, request_id, error)
-        await respond(call.send, future_responses.failed_with(error).body)
-        return
-    poll = partial(
-        call.forward_once,
-        endpoint,
-        target,
-        body,
-        extra=_waiting(call, seconds) | _reading(may_change),
-        timeout_seconds=_poll_seconds(call),
-    )
-    await _forward_poll(call, request_id, poll, {})
+    poll = _Poll(call, request_id, body, seconds, may_change)
+    has_finished = call.server.deliveries.has_finished(target)
+    endpoint = locator.head_at_once(target) if has_finished else None
+    if endpoint is None:
+        endpoint = await poll.find_head(locator.head_of_run(target), locator.run_pending)
+    if endpoint is not None:
+        await poll.forward(endpoint, {})
 
 
 async def _retrieve_sample(call: Call, request_id: RequestId, body: bytes, seconds: float) -> None:
     target, locator = str(request_id.target), call.server.locator
     may_change = await locator.known.authorize_sampler(target, call.principal)
-    try:
-        head = _after_deliveries(call, target, locator.head_of_sample(target))
-        endpoint = await _wait_while_polling(head, seconds)
-    except TimeoutError:
-        await _respond_pending(call, request_id, locator.sampler_pending(target))
-        return
-    except WireError as error:
-        if may_change:
-            await _withdraw(call, request_id, error)
-        await respond(call.send, future_responses.failed_with(error).body)
-        return
-    # A head that does not know the request is not the one that received it. On 410 the SDK sends
-    # the sampling request again.
-    replace = {404: _GONE} if await locator.known.can_sample_again(target) else {}
-    poll = partial(
-        call.forward_once,
-        endpoint,
-        target,
-        body,
-        extra=_waiting(call, seconds) | _reading(may_change),
-        timeout_seconds=_poll_seconds(call),
-    )
-    await _forward_poll(call, request_id, poll, replace)
+    poll = _Poll(call, request_id, body, seconds, may_change)
+    endpoint = await poll.find_head(locator.head_of_sample(target), locator.sampler_pending)
+    if endpoint is not None:
+        # A head that does not know the request is not the one that received it. On 410 the SDK
+        # sends the sampling request again.
+        is_repeated = await locator.known.can_sample_again(target)
+        await poll.forward(endpoint, {404: _GONE} if is_repeated else {})
 
 
-async def _forward_poll(
-    call: Call,
-    request_id: RequestId,
-    poll: Callable[..., Awaitable[None]],
-    replace: Mapping[int, tuple[int, bytes]],
-) -> None:
-    """Forward a poll; deliver the request first if it is still deferred.
+@dataclass(frozen=True, slots=True)
+class _Poll:
+    """A poll whose caller may read the result."""
 
-    Args:
-        call: the poll.
-        request_id: the request whose result it waits for.
-        poll: forwards the poll, with responses to substitute (`Proxy.forward`).
-        replace: responses to substitute if the head does not know the request.
-    """
-    try:
-        await poll(replace={404: _Unknown(""), 410: _Unknown("")})
-    except _Unknown:
-        # Another server may have deferred it, or a process that has ended since.
+    call: Call
+    request_id: RequestId
+    """The request whose result it waits for."""
+    body: bytes
+    seconds: float
+    may_change: bool
+    """Whether the caller may change the run."""
+
+    async def find_head(
+        self, head: Awaitable[HeadEndpoint], why: Callable[[str], Pending]
+    ) -> HeadEndpoint | None:
+        """Wait for the head; answer the poll and return None if there is none."""
+        target = str(self.request_id.target)
         try:
-            is_delivered = await call.server.deliveries.deliver(str(request_id.target))
+            async with asyncio.timeout(max(self.seconds, _LOOKUP_SECONDS)):
+                try:
+                    endpoint = await head
+                except Unavailable:
+                    # The SDK retries without any delay of its own.
+                    await asyncio.sleep(min(self.seconds, _RETRY_SECONDS))
+                    raise TimeoutError from None
+                # If possible, once it has what this process has deferred.
+                await self.call.server.deliveries.finished(target)
+                return endpoint
+        except TimeoutError:
+            await _respond_pending(self.call, self.request_id, why(target))
         except WireError as error:
-            if may_pass(error):
-                raise Unavailable(error.message) from None
-            raise
-        if is_delivered:
-            pending = future_responses.pending(str(request_id))
-            await respond(call.send, pending, status=future_responses.PENDING_STATUS)
-        else:
-            await poll(replace=replace)
+            if self.may_change:
+                await _withdraw(self.call, self.request_id, error)
+            await respond(self.call.send, future_responses.failed_with(error).body)
+        return None
 
+    async def forward(
+        self, endpoint: HeadEndpoint, replace: Mapping[int, tuple[int, bytes]]
+    ) -> None:
+        """Forward the poll; deliver the request first if it is still deferred.
 
-async def _after_deliveries(call: Call, target: str, head: Awaitable[HeadEndpoint]) -> HeadEndpoint:
-    """Return the head of a target, if possible once it has what this process has deferred."""
-    endpoint = await head
-    await call.server.deliveries.finished(target)
-    return endpoint
+        Args:
+            endpoint: the head.
+            replace: responses to substitute if the head does not know the request.
+        """
+        target = str(self.request_id.target)
+        long_poll = self.call.server.settings.timings.long_poll_seconds
+        extra = {} if self.seconds >= long_poll else {routes.WAIT_HEADER: f"{self.seconds:g}"}
+        if not self.may_change:
+            # Its member, who asks later, might find that the result was dropped as delivered.
+            extra[routes.PEEK_HEADER] = "true"
+        forward = partial(
+            self.call.forward,
+            endpoint,
+            target,
+            self.body,
+            extra=extra,
+            timeout_seconds=long_poll + _POLL_MARGIN_SECONDS,
+            max_moves=0,
+        )
+        try:
+            await forward(replace={404: _Unknown(""), 410: _Unknown("")})
+        except _Unknown:
+            # Another server may have deferred it, or a process that has ended since.
+            try:
+                is_delivered = await self.call.server.deliveries.deliver(target)
+            except WireError as error:
+                if may_pass(error):
+                    raise Unavailable(error.message) from None
+                raise
+            if is_delivered:
+                pending = future_responses.pending(str(self.request_id))
+                await respond(self.call.send, pending, status=future_responses.PENDING_STATUS)
+            else:
+                await forward(replace=replace)
 
 
 async def _withdraw(call: Call, request_id: RequestId, error: WireError) -> None:
@@ -219,40 +227,6 @@ def _request_id(name: str) -> RequestId:
         return RequestId.parse(name)
     except InvalidRequest as error:
         raise NotFound(error.message) from None
-
-
-def _poll_seconds(call: Call) -> float:
-    """Return how long a head may take to respond to a poll."""
-    return call.server.settings.timings.long_poll_seconds + _POLL_MARGIN_SECONDS
-
-
-def _waiting(call: Call, seconds: float) -> dict[str, str]:
-    """Return the header of a request that waits less than a long poll."""
-    is_long = seconds >= call.server.settings.timings.long_poll_seconds
-    return {} if is_long else {routes.WAIT_HEADER: f"{seconds:g}"}
-
-
-def _reading(may_change: bool) -> dict[str, str]:  # noqa: FBT001 - it is the only argument
-    """Return the header of a request for a result by one who may not change the run.
-
-    Otherwise its member, who asks later, might find that the result was dropped as delivered.
-    """
-    return {} if may_change else {routes.PEEK_HEADER: "true"}
-
-
-async def _wait_while_polling(head: Awaitable[HeadEndpoint], seconds: float) -> HeadEndpoint:
-    """Wait for a head for the duration of a long poll.
-
-    Raises:
-        TimeoutError: the head is not ready or could not be reached; the client should poll again.
-    """
-    async with asyncio.timeout(max(seconds, _LOOKUP_SECONDS)):
-        try:
-            return await head
-        except Unavailable:
-            # The SDK retries without any delay of its own.
-            await asyncio.sleep(min(seconds, _RETRY_SECONDS))
-            raise TimeoutError from None
 
 
 async def _respond_pending(call: Call, request_id: RequestId, pending: Pending) -> None:

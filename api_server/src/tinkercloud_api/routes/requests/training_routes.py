@@ -10,6 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import wraps
 from http import HTTPStatus
+from typing import TypeVar
 
 import orjson
 
@@ -42,14 +43,34 @@ from tinkercloud_protocol.wire.ids import ModelId, RequestId, SamplingSessionId
 from tinkercloud_protocol.wire.json_model import parse_json
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 
+SaveT = TypeVar("SaveT", bound=SaveRequest)
 _UNNAMED = "unnamed"
 """Placeholder for the name that a head chooses."""
+
+
+def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
+    """Return a handler of JSON requests that have a position in their model's sequence.
+
+    A request that is too long fails in its position, if the start of its body states one.
+    """
+
+    @wraps(handle)
+    async def handler(call: Call) -> None:
+        try:
+            body = await call.request.body()
+        except BodyTooLarge as error:
+            position = envelope.peek_json_place(call.request.prefix)
+            await forward_rejection(call, position, error)
+        else:
+            await handle(call, body)
+
+    return handler
 
 
 async def forward_backward(call: Call) -> None:
     """Stream a protobuf body to the model's head, or forward a JSON body."""
     if future_responses.is_json(call.request.headers.get("content-type", "")):
-        await in_order(forward_in_order)(call)
+        await forward_in_order(call)
         return
     check_encoding(call.request.headers, accepted=("zstd",))
     async with aclosing(call.request.chunks()) as chunks:
@@ -62,64 +83,73 @@ async def forward_backward(call: Call) -> None:
         await call.submit(destination, chain(prefix, chunks))
 
 
+@in_order
 async def forward_in_order(call: Call, body: bytes) -> None:
     """Forward a JSON request to the head of its model."""
     model_id = envelope.peek_json(body, "model_id")
     await call.submit(await head_for_run(call, model_id), body)
 
 
+@in_order
 async def save_weights(call: Call, body: bytes) -> None:
     """Forward a save request and record the checkpoint that it may create."""
-    model_id = envelope.peek_json(body, "model_id")
-    destination = await head_for_run(call, model_id)
-    request = await _parse_or_none(SaveWeightsRequest, body)
-    if request is not None and request.model_id == model_id:
-        if request.path is None and request.seq_id is None:
-            unnamed = CheckpointPath(model_id, CheckpointKind.TRAINING, _UNNAMED)
-            await _forward_unnamed_save(call, destination, body, unnamed)
-            return
-        path = _path_or_none(model_id, CheckpointKind.TRAINING, request.name())
+    destination, request = await _routed(call, SaveWeightsRequest, body)
+    if request is None:
+        await call.submit(destination, body)
+    elif request.path is None and request.seq_id is None:
+        await _forward_unnamed_save(call, destination, body, CheckpointKind.TRAINING)
+    else:
+        path = _path_or_none(destination.target, CheckpointKind.TRAINING, request.name())
         await _forward_save(call, destination, request, body, path)
-        return
-    await call.submit(destination, body)
 
 
+@in_order
 async def save_weights_for_sampler(call: Call, body: bytes) -> None:
     """Forward a save for sampling and record the checkpoint or sampling session it may create."""
-    model_id = envelope.peek_json(body, "model_id")
-    destination = await head_for_run(call, model_id)
-    request = await _parse_or_none(SaveWeightsForSamplerRequest, body)
-    if request is not None and request.model_id == model_id:
+    destination, request = await _routed(call, SaveWeightsForSamplerRequest, body)
+    if request is not None:
         index, name = request.sampling_session_seq_id, request.name()
         if index is not None:
             try:
-                await _record_sampler(call, ModelId.parse(model_id), index)
+                await _record_sampler(call, ModelId.parse(destination.target), index)
             except InvalidRequest as error:
                 await forward_rejection(call, sequence_position(request), error)
                 return
         elif request.path is None and request.seq_id is None:
-            unnamed = CheckpointPath(model_id, CheckpointKind.SAMPLER, _UNNAMED)
-            await _forward_unnamed_save(call, destination, body, unnamed)
+            await _forward_unnamed_save(call, destination, body, CheckpointKind.SAMPLER)
             return
         elif name is not None:
-            path = _path_or_none(model_id, CheckpointKind.SAMPLER, name)
+            path = _path_or_none(destination.target, CheckpointKind.SAMPLER, name)
             await _forward_save(call, destination, request, body, path)
             return
     await call.submit(destination, body)
 
 
+@in_order
 async def save_weights_external(call: Call, body: bytes) -> None:
     """Forward a save for other programs and record the checkpoint that it may create."""
-    model_id = envelope.peek_json(body, "model_id")
-    destination = await head_for_run(call, model_id)
-    request = await _parse_or_none(SaveWeightsExternalRequest, body)
-    if request is not None and request.model_id == model_id:
-        path = _path_or_none(model_id, CheckpointKind.EXTERNAL, request.path)
+    destination, request = await _routed(call, SaveWeightsExternalRequest, body)
+    if request is None:
+        await call.submit(destination, body)
+    else:
+        path = _path_or_none(destination.target, CheckpointKind.EXTERNAL, request.path)
         await _forward_save(call, destination, request, body, path)
-        return
-    await call.submit(destination, body)
 
 
+async def _routed(call: Call, model: type[SaveT], body: bytes) -> tuple[Destination, SaveT | None]:
+    """Return where a save request goes, and the request.
+
+    It is None if it is invalid, or names another model further on: then the head rejects it.
+    """
+    destination = await head_for_run(call, envelope.peek_json(body, "model_id"))
+    try:
+        request = await _parse(model, body)
+    except InvalidRequest:
+        return destination, None
+    return destination, request if request.model_id == destination.target else None
+
+
+@in_order
 async def load_weights(call: Call, body: bytes) -> None:
     """Create a run from a checkpoint, or forward a load into an existing model.
 
@@ -157,25 +187,6 @@ async def load_weights(call: Call, body: bytes) -> None:
     await call.submit(await head_for_run(call, request.model_id), body)
 
 
-def in_order(handle: Callable[[Call, bytes], Awaitable[None]]) -> Handler:
-    """Return a handler of JSON requests that have a position in their model's sequence.
-
-    A request that is too long fails in its position, if the start of its body states one.
-    """
-
-    @wraps(handle)
-    async def handler(call: Call) -> None:
-        try:
-            body = await call.request.body()
-        except BodyTooLarge as error:
-            position = envelope.peek_json_place(call.request.prefix)
-            await forward_rejection(call, position, error)
-        else:
-            await handle(call, body)
-
-    return handler
-
-
 async def _forward_save(
     call: Call,
     destination: Destination,
@@ -202,17 +213,16 @@ async def _forward_save(
 
 
 async def _forward_unnamed_save(
-    call: Call, destination: Destination, body: bytes, unnamed: CheckpointPath
+    call: Call, destination: Destination, body: bytes, kind: CheckpointKind
 ) -> None:
     """Forward a save request without a name and without the number that its name derives from.
-
-    `unnamed` is the path of its checkpoint, but for the name.
 
     The head numbers it. Its checkpoint is recorded then, before the client receives the response;
     if the server stops in between, the client has no response, and the checkpoint of its request
     is only listed after `tinkercloud catalog rebuild`.
     """
     checkpoints, settings = call.server.checkpoints, call.server.settings
+    unnamed = CheckpointPath(destination.target, kind, _UNNAMED)
     await checkpoints.check_quota(unnamed, settings.max_checkpoint_bytes_per_owner)
     response: list[Message] = []
 
@@ -266,11 +276,3 @@ async def _parse(model: type[RequestT], body: bytes) -> RequestT:
     if len(body) > SMALL_BODY_BYTES:
         return await asyncio.to_thread(parse_json, model, body)
     return parse_json(model, body)
-
-
-async def _parse_or_none(model: type[RequestT], body: bytes) -> RequestT | None:
-    """Parse a request; return None if it is invalid, in which case the head rejects it."""
-    try:
-        return await _parse(model, body)
-    except InvalidRequest:
-        return None

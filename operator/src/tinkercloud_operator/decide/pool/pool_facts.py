@@ -14,7 +14,7 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import SERVING_ROLES, Lora
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
+from tinkercloud_operator.decide.pods.failure_limits import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession, Refusal
 from tinkercloud_operator.decide.read import parsing

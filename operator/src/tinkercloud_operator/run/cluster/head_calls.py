@@ -82,10 +82,8 @@ class HeadClient:
             async with asyncio.timeout(request.timeout_seconds):
                 if isinstance(request, RemoveModel):
                     return await self._remove(request)
-                if isinstance(request, GiveAway):
-                    return await self._give_away(request)
-                if isinstance(request, TakeBack):
-                    return await self._take_back(request)
+                if isinstance(request, GiveAway | TakeBack):
+                    return await self._move(request)
                 return await self._save(session, request)
         except TimeoutError as error:
             seconds = f"{request.timeout_seconds:.0f}"
@@ -156,16 +154,10 @@ class HeadClient:
         await self._call("DELETE", f"{request.url}{routes.HEAD_MODELS}/{model}", token)
         return saved
 
-    async def _give_away(self, request: GiveAway) -> SaveResult:
+    async def _move(self, request: GiveAway | TakeBack) -> SaveResult:
         token = await self._token(request.cluster)
         url = f"{request.url}{routes.HEAD_MOVE_MODEL}/{quote(request.model_id)}"
-        await self._call("POST", url, token)
-        return SaveResult(latest_checkpoint=None)
-
-    async def _take_back(self, request: TakeBack) -> SaveResult:
-        token = await self._token(request.cluster)
-        url = f"{request.url}{routes.HEAD_MOVE_MODEL}/{quote(request.model_id)}"
-        await self._call("DELETE", url, token)
+        await self._call("POST" if isinstance(request, GiveAway) else "DELETE", url, token)
         return SaveResult(latest_checkpoint=None)
 
     async def _last_checkpoint(self, request: RemoveModel, path: str, token: str) -> SaveResult:

@@ -38,9 +38,7 @@ class LiveObjects(Client):
         gone["metadata"]["resourceVersion"] = str(self._version)
         self._events[kind].put_nowait(Event("DELETED", gone))
 
-    async def pages(
-        self, kind: str, label_selector: str = "", field_selector: str = ""
-    ) -> AsyncIterator[Page]:
+    async def pages(self, kind: str, label_selector: str = "") -> AsyncIterator[Page]:
         yield await self.list_all(kind)
 
     async def list_all(self, kind: str) -> Page:

@@ -17,10 +17,10 @@ from tinkercloud_protocol.wire.errors import Unavailable, WireError
 from tinkercloud_worker import metrics
 from tinkercloud_worker.checkpoints.store import CheckpointStore
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.durable.durable_run import DurableRun, LocalJournal
 from tinkercloud_worker.head.durable.journal_copies import LocalState, SharedJournals
 from tinkercloud_worker.head.durable.journal_room import JournalRoom
 from tinkercloud_worker.head.durable.kept_journals import Kept, KeptJournals
+from tinkercloud_worker.head.durable.run_journal import DurableRun, LocalJournal
 from tinkercloud_worker.head.durable.snapshots import Snapshots
 from tinkercloud_worker.head.durable.suspension import Suspension
 from tinkercloud_worker.head.model.live_model import LiveModel

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TypeVar
 
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
-from tinkercloud_protocol.wire.errors import StateLost
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.engine.trainer import (
     Gradient,
@@ -21,7 +21,6 @@ from tinkercloud_worker.engine.trainer import (
 from tinkercloud_worker.engine.turns.engine_thread import Unshared
 from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.head.model import exports
 
 _STEP_TOKENS = 8
 """Tokens that an optimizer step counts as, between owners that wait for their turn: those that an
@@ -110,11 +109,11 @@ class EngineModel:
     async def publication(self) -> Publication:
         """Return the current weights, stored where samplers read them."""
         begin = partial(self._backend.trainer.publication, self._name)
-        return await exports.completed(lambda: self.run_lightweight(begin), exports.stored)
+        return await _completed(lambda: self.run_lightweight(begin), _stored)
 
     async def export_state(self) -> TrainingState:
         """Return the training state without the gradient."""
-        return await exports.completed(self.begin_export, asyncio.to_thread)
+        return await _completed(self.begin_export, asyncio.to_thread)
 
     async def begin_export(self) -> Callable[[], TrainingState]:
         """See `Trainer.begin_export`."""
@@ -151,3 +150,45 @@ class EngineModel:
         reason, self.gradient_lost = self.gradient_lost, None
         if reason is not None:
             raise GradientLost(reason)
+
+
+async def _completed(
+    begin: Callable[[], Awaitable[Callable[[], T]]],
+    complete: Callable[[Callable[[], T]], Awaitable[T]],
+) -> T:
+    """Return a copy; if it is lost with the node that made it, make it once more.
+
+    The second copy is of the state that the surviving nodes have. It equals the first one if no
+    request of the model runs meanwhile; otherwise the caller must accept any state between two.
+
+    Args:
+        begin: begins the copy, as `Trainer.begin_export` does.
+        complete: calls what `begin` returns, on another thread.
+
+    Raises:
+        Unavailable: the second copy was lost too.
+        StateLost: no surviving node has the model.
+    """
+    try:
+        return await complete(await begin())
+    except Unavailable:
+        return await complete(await begin())
+
+
+async def _stored(store: Callable[[], Publication]) -> Publication:
+    """Store published weights where samplers read them; remove them if the caller is cancelled."""
+    storing = asyncio.create_task(asyncio.to_thread(store))
+    # The callable may hold the weights in memory.
+    del store
+    try:
+        return await asyncio.shield(storing)
+    except asyncio.CancelledError:
+        storing.add_done_callback(_remove)
+        raise
+
+
+def _remove(storing: asyncio.Task[Publication]) -> None:
+    if not storing.cancelled() and storing.exception() is None:
+        weights = storing.result()
+        if not isinstance(weights, WeightsCopy):
+            weights.remove()

@@ -81,7 +81,7 @@ class Operations:
         """Called after each change that the schedule counts."""
         self.engine = EngineModel(self._name, spec.owner, backend, self._engine_lost)
         """The model in the engine."""
-        self.curve = backend.curves.begin(self._name)
+        self.curve = backend.curves.begin(self._name, spec.owner)
         """What its steps report."""
         self._steps = 0
         self.num_changes = 0

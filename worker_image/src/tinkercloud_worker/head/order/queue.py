@@ -27,6 +27,7 @@ from tinkercloud_worker.custom_losses.nursery import LossEnded
 from tinkercloud_worker.engine.trainer import GradientLost
 from tinkercloud_worker.head.order.awaited_request import AwaitedRequest
 from tinkercloud_worker.head.order.between_requests import WorkBetween
+from tinkercloud_worker.head.order.journal_interface import NoLog, RequestLog
 from tinkercloud_worker.head.order.kept_results import Results
 from tinkercloud_worker.head.order.owner_pauses import OwnerPauses
 from tinkercloud_worker.head.order.queued_request import (
@@ -35,7 +36,6 @@ from tinkercloud_worker.head.order.queued_request import (
     Role,
     refusal,
 )
-from tinkercloud_worker.head.order.request_log import NoLog, RequestLog
 from tinkercloud_worker.head.order.sequencer import Sequencer
 from tinkercloud_worker.head.wire.failed_results import (
     error_message,

@@ -237,16 +237,7 @@ class HeadChat:
                 await room.enter_async_context(self._work.room(owner, request.body_bytes()))
                 body = _Body(await request.body(), room)
                 call = Call(request, owner, body, sending, service, backend, _text_of(backend))
-                work = asyncio.create_task(operation(self, call))
-                gone = asyncio.create_task(request.wait_until_disconnected())
-                try:
-                    await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                    if work.done():
-                        await work
-                finally:
-                    gone.cancel()
-                    work.cancel()
-                    await asyncio.gather(gone, work, return_exceptions=True)
+                await request.run_until_disconnected(operation(self, call))
         except WireError as error:
             await sending.fail(error)
         except Exception:

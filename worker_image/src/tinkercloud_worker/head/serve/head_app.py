@@ -69,7 +69,6 @@ from tinkercloud_worker.head.serve.chat_endpoints import OPERATIONS, HeadChat, O
 from tinkercloud_worker.head.serve.lifecycle import Lifecycle
 from tinkercloud_worker.head.serve.retrieval import Poll
 from tinkercloud_worker.head.serve.service import HeadService
-from tinkercloud_worker.head.wire import headers
 from tinkercloud_worker.head.wire.body_limiter import BodyLimiter
 from tinkercloud_worker.head.wire.head_http import (
     LARGE_BODY_BYTES,
@@ -240,7 +239,7 @@ class HeadApp:
 
     async def _submit(self, request: Request, received: requests.Received) -> Response:
         self._check_target(request, received.place.model_id)
-        key = None if received.is_numbered else headers.idempotency_key(request)
+        key = None if received.is_numbered else request.idempotency_key
         await self._service.recall(received.place.model_id)
         request_id = self._service.submit(received, key)
         await self._service.accepted(received.place.model_id)
@@ -286,7 +285,7 @@ class HeadApp:
             if not parsed.sampling_session_id:
                 parsed = await _off_loop(lambda body: _with_session(parsed, body, request), body)
             if not parsed.is_numbered:
-                parsed = requests.named_sample(parsed, headers.idempotency_key(request))
+                parsed = requests.named_sample(parsed, request.idempotency_key)
             session = parsed.sampling_session_id
             self._check_target(request, session)
             # Decoded images are large: they must not wait for a model that is resumed.
@@ -306,9 +305,9 @@ class HeadApp:
         request_id = asked.request_id
         self._check_target(request, request_id.rpartition(":")[0])
         poll = Poll(
-            headers.seconds_to_wait(request),
+            request.seconds_to_wait,
             future_responses.INLINE_BYTES if asked.allow_metadata_only else None,
-            counts_as_read=not headers.is_peek(request),
+            counts_as_read=not request.is_peek,
         )
         result = await self._service.retrieve(request_id, poll)
         if result is None:

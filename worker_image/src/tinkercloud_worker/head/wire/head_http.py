@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from tinkercloud_protocol.wire import asgi, recorded_paths
+from tinkercloud_protocol.wire import asgi, recorded_paths, routes
 from tinkercloud_protocol.wire.asgi import Receive, Scope, Send
 from tinkercloud_protocol.wire.errors import BodyTooLarge, InvalidRequest, WireError
 from tinkercloud_protocol.wire.future_responses import JSON
 from tinkercloud_protocol.wire.recorded_paths import RecordedPath
 
+_MAX_KEY_CHARACTERS = 256
 LARGE_BODY_BYTES = 64 << 10
 """Bodies of this size and above take longer to parse than the event loop may be blocked."""
 
@@ -66,6 +67,43 @@ class Request(asgi.Request):
     def recorded(self) -> RecordedPath | None:
         """The parts of the path; None if it is not that of a recorded session."""
         return recorded_paths.parse(self.path)
+
+    @property
+    def idempotency_key(self) -> str | None:
+        """The idempotency key of a request without a number, if it has one.
+
+        Raises:
+            InvalidRequest: it is empty or too long.
+        """
+        key = self.headers.get(routes.IDEMPOTENCY_HEADER)
+        if key is not None and not 0 < len(key) <= _MAX_KEY_CHARACTERS:
+            raise InvalidRequest(
+                f"{routes.IDEMPOTENCY_HEADER}: must have 1 to {_MAX_KEY_CHARACTERS} characters,"
+                f" got {len(key)}"
+            )
+        return key
+
+    @property
+    def is_peek(self) -> bool:
+        """Whether the result that it asks for does not count as read."""
+        return routes.PEEK_HEADER in self.headers
+
+    @property
+    def seconds_to_wait(self) -> float | None:
+        """How long it waits for a result; None means as long as a long poll.
+
+        Raises:
+            InvalidRequest: the header has no number.
+        """
+        asked = self.headers.get(routes.WAIT_HEADER)
+        if asked is None:
+            return None
+        try:
+            return max(float(asked), 0.0)
+        except ValueError:
+            raise InvalidRequest(
+                f"{routes.WAIT_HEADER}: must be a number of seconds, got {asked!r}"
+            ) from None
 
     def body_bytes(self) -> int:
         """Return an upper bound of the decompressed body's size, before it is received."""

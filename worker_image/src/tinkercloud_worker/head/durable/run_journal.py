@@ -135,7 +135,7 @@ class LocalJournal:
 
 
 class DurableRun:
-    """Implements `request_log.RequestLog` for one model. Belongs to one event loop."""
+    """Implements `journal_interface.RequestLog` for one model. Belongs to one event loop."""
 
     def __init__(
         self,
