@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tinkercloud_crds.base_model import Pool
 from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession
-from tinkercloud_operator.decide.pool.pool_plan import plan_pool
+from tinkercloud_operator.decide.pool.slots_plan import plan_pool
 
 NUM_TENANTS = 10
 NUM_GPUS = 8

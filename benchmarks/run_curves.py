@@ -38,7 +38,7 @@ def _measured(name: str, folder: str) -> Measurement:
     trainer.add_model("m", LORA)
     batch = a_batch(trainer, random_data([64] * 4, trainer.limits.vocab_size))
     params, curves = AdamParams(), Curves()
-    curve = curves.begin("m")
+    curve = curves.begin("m", "owner")
     passed = trainer.forward_backward("m", batch).metrics
 
     def step() -> None:

@@ -5,6 +5,7 @@ The kube-apiserver and the head are real. The test takes the role of the operato
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import tinker
@@ -24,6 +25,8 @@ from tinkercloud_testing.serving.servers import API_KEY, Server
 pytestmark = pytest.mark.slow
 
 MODEL = "tiny/shared"
+THIS_MONTH = datetime.now(UTC).replace(day=1)
+MONTHS = [f"{each:%Y-%m}" for each in (THIS_MONTH, THIS_MONTH - timedelta(days=1))]
 FULL = f"all 2 slots are taken {ATTACK}"
 
 
@@ -99,9 +102,10 @@ def pool(world: World, server: Server) -> Pool:
     world.wait_for_model(server, MODEL)
     ann, bob = (a_run(world, server, owner, cluster) for owner in ("ann", "bob"))
     waiting = a_waiting_run(world, server, bob.key)
-    use = {"clusters": 1, "ready": 1, "slots": 2, "models": 2, "waiting": 1, "gpus": 4}
-    idle = {"idleGpus": 0, "idleGpuHours": 1.5}
-    world.cluster.patch_status("basemodel", "shared", {"pool": use | idle}, world.namespace)
+    use = {"clusters": 1, "ready": 1, "slots": 2, "models": 2, "waiting": 1}
+    idle = {"gpuHours": 40.5, "gpuHoursByMonth": dict(zip(MONTHS, (12.25, 3), strict=True))}
+    status = {"pool": use, "gpus": 4, "idle": idle}
+    world.cluster.patch_status("basemodel", "shared", status, world.namespace)
 
     def is_known() -> bool:
         models = server.request("GET", "/api/v1/base_models").json()["base_models"]
@@ -154,8 +158,20 @@ def test_each_owner_sees_the_pool_and_where_only_the_own_runs_are(
             shown = window.locator("main").inner_text()
             assert [each for each in others if each in shown] == [], page
         shown_use = cells(window, "Base models", MODEL)[-5:]
-        assert shown_use == ["1 of 1", "2 of 2", "1", "0 of 4", "1.5"]
+        hours = f"40.5 in all\n{MONTHS[0]}: 12.25\n{MONTHS[1]}: 3"
+        assert shown_use == ["1 of 1", "2 of 2", "1", "0 of 4", hours]
         assert cells(window, "Runs with a place", owner.run)[1:4] == [owner.name, MODEL, "live"]
+
+
+def test_the_command_shows_idle_gpu_hours_in_all_of_this_month_and_of_the_last(
+    server: Server, pool: Pool
+) -> None:
+    listed = server.command(
+        *("models", "list", "--base-url", server.url, "--api-key", pool.ann.key)
+    )
+
+    assert "0 of 4" in listed
+    assert f"in all: 40.5, {MONTHS[0]}: 12.25, {MONTHS[1]}: 3" in listed
 
 
 def test_an_admin_sees_who_is_where_and_why_a_run_waits(console: Console, pool: Pool) -> None:

@@ -1,11 +1,11 @@
 """BaseModel: a model that the platform offers. `get_server_capabilities` lists the ready ones."""
 
-from datetime import datetime
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
 from tinkercloud_crds.conditions import Conditions
+from tinkercloud_crds.idle_gpus import IdleGpus
 from tinkercloud_crds.pods.placement import ObjectName, Placement
 from tinkercloud_crds.pods.program_fields import Programs
 from tinkercloud_crds.pods.shapes import (
@@ -19,7 +19,6 @@ from tinkercloud_crds.pods.shapes import (
     TrainerShape,
 )
 from tinkercloud_crds.structural import Part, rules
-from tinkercloud_crds.times import parse_time
 
 ModelName = Annotated[
     str,
@@ -283,22 +282,10 @@ class PoolStatus(Part):
     """Number of sessions that wait for a place."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the clusters request."""
-    idle_gpus: Annotated[int, Field(ge=0)] = 0
-    """Number of GPUs in clusters that serve no session."""
-    idle_gpu_hours: Annotated[float, Field(ge=0)] = 0.0
-    """Hours that GPUs have been idle since the pool began, summed over GPUs, until `idleSince`."""
-    idle_since: Annotated[str, Field(max_length=40)] = ""
-    """When `idleGpus` last changed; empty before it has."""
     cluster_summary: Annotated[str, Field(max_length=16)] = ""
     """Ready clusters and all clusters, such as `1/2`, for `kubectl get`."""
     slot_summary: Annotated[str, Field(max_length=16)] = ""
     """Sessions with a place and slots, such as `5/16`, for `kubectl get`."""
-
-    def idle_gpu_hours_at(self, moment: datetime) -> float:
-        """Return the idle GPU hours until a moment at which nothing has changed."""
-        since = parse_time(self.idle_since) if self.idle_since else None
-        hours = max((moment - since).total_seconds(), 0.0) / 3600 if since is not None else 0.0
-        return round(self.idle_gpu_hours + self.idle_gpus * hours, 3)
 
 
 class SparesStatus(Part):
@@ -329,6 +316,8 @@ class BaseModelStatus(Part):
     """Number of sessions that have pods, or a place in the pool, or are waiting for them."""
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that the pods of all sessions request."""
+    idle: IdleGpus = IdleGpus()
+    """Those of them that nobody uses, and the hours of that since the BaseModel was created."""
     pool: PoolStatus | None = None
     """The pool. Only set if there is one."""
     spares: SparesStatus | None = None

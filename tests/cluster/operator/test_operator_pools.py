@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tinkercloud_crds.idle_gpus import IdleGpus
 from tinkercloud_testing.cluster.controllers.kuberay import KubeRay
 from tinkercloud_testing.cluster.controllers.operators import (
     RunningOperator,
@@ -123,6 +124,9 @@ def test_runs_of_several_owners_share_the_pods_of_one_cluster(sessions: Sessions
     assert sessions.status(cluster)["workers"]["trainers"] == "2/2"
     assert (sessions.status("one")["gpus"], sessions.status(cluster)["gpus"]) == (0, 3)
     wait_until(lambda: pool_status(sessions).get("models") == 2, "both counted", SOON_SECONDS)
+    # Stored as written: a difference would be written again and again.
+    stored = sessions.cluster.get("basemodel", "qwen3-8b", sessions.namespace)["status"]["idle"]
+    assert stored == IdleGpus().model_dump(by_alias=True)
     table = sessions.cluster.kubectl("get", "basemodels", "-n", sessions.namespace)
     header, row = table.splitlines()
     # A column may be empty.

@@ -1,6 +1,7 @@
 """Every status of a TrainingSession is interpreted for clients; stale conditions are ignored."""
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
+    gpu_use,
     idle_since,
     read_base_model,
     read_session,
@@ -17,7 +19,7 @@ from tinkercloud_api.providers.cluster.session_status import (
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_crds.times import parse_time
-from tinkercloud_protocol.responses.listings import PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.wire.future_responses import QueueState
 
@@ -185,7 +187,7 @@ def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
 
 def test_what_uses_a_pool_is_what_the_operator_has_written() -> None:
     pool: dict[str, Any] = {"clusters": 2, "ready": 1, "models": 5, "slots": 16, "waiting": 3}
-    pool |= {"gpus": 8, "idleGpus": 4, "idleGpuHours": 1.5, "fromTheFuture": 1}
+    pool |= {"gpus": 8, "fromTheFuture": 1}
 
     assert read_base_model(BASE_MODEL).pool is None
     assert read_base_model({**BASE_MODEL, "status": {"pool": pool}}).pool == PoolUse(
@@ -194,10 +196,30 @@ def test_what_uses_a_pool_is_what_the_operator_has_written() -> None:
         models=5,
         slots=16,
         waiting=3,
+    )
+
+
+def test_idle_gpu_hours_are_those_until_now_with_this_month_and_the_last_one_first() -> None:
+    since = {"gpus": 4, "since": "2026-10-31T22:00:00Z"}
+    counted = {"gpuHours": 11.5, "gpuHoursByMonth": {"2026-07": 1.5, "2026-10": 10}}
+    status = {"gpus": 8, "idle": since | counted, "fromTheFuture": 1}
+    read = read_base_model({**BASE_MODEL, "status": status})
+
+    now = gpu_use(read, datetime(2026, 11, 1, 1, 0, tzinfo=UTC))
+    later = gpu_use(read, datetime(2026, 12, 1, 0, 0, tzinfo=UTC))
+    never = gpu_use(read_base_model(BASE_MODEL), datetime(2027, 1, 31, tzinfo=UTC))
+
+    assert now == GpuUse(
         gpus=8,
         idle_gpus=4,
-        idle_gpu_hours=1.5,
+        idle_gpu_hours=11.5 + 8 + 4,
+        idle_gpu_hours_by_month={"2026-11": 4, "2026-10": 18, "2026-07": 1.5},
     )
+    assert list(now.idle_gpu_hours_by_month) == ["2026-11", "2026-10", "2026-07"]
+    assert list(later.idle_gpu_hours_by_month) == ["2026-12", "2026-11", "2026-10", "2026-07"]
+    assert later.idle_gpu_hours_by_month["2026-11"] == 4 * 30 * 24
+    assert (never.gpus, never.idle_gpu_hours) == (0, 0)
+    assert never.idle_gpu_hours_by_month == {"2027-01": 0, "2026-12": 0}
 
 
 def a_run_in_a_pool(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:

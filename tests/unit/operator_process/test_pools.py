@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import PoolStatus
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool import head_answers
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory
 from tinkercloud_operator.decide.pool.pool_model import Cluster
-from tinkercloud_operator.decide.pool.pool_plan import pool_status
+from tinkercloud_operator.decide.pool.slots_plan import pool_status
 from tinkercloud_operator.decide.session.actions import GiveAway, HeadRequest, TakeBack
 from tinkercloud_operator.run.cluster.head_calls import HeadClient, SaveFailed, SaveResult
 from tinkercloud_operator.run.cluster.resource_store import Watched
@@ -280,7 +279,7 @@ async def test_a_head_whose_memory_is_full_gets_no_run_although_its_cluster_has_
 
     with operator.working():
         await reached(lambda: "room for fewer" in (operator.pools.waiting_message("two") or ""))
-        status = pool_status(operator.pools.facts(MODEL_NAME), PoolStatus())
+        status = pool_status(operator.pools.facts(MODEL_NAME))
         assert status is not None
         assert status.slot_summary == "1/1"
         operator.see_end("one")

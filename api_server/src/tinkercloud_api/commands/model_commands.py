@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 
 _COLUMNS = ["model_name", "max_context_length", "runs", "source", "state"]
+_COLUMNS_WITH_GPUS = [*_COLUMNS[:3], "gpus_idle", "gpu_hours_idle", *_COLUMNS[3:]]
 _UNFINISHED = ("downloading", "loading")
 """How the states of a model begin that will be served."""
 _POLL_SECONDS = 0.5
@@ -39,11 +40,16 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the m
 def list_models(
     api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
 ) -> None:
-    """List base models: how many runs use each, where it is from (for admins), and its state."""
+    """List base models: how many runs use each, where it is from (for admins), and its state.
+
+    On Kubernetes also how many of its GPUs are idle, and the hours of that: in all, this month and
+    last month. JSON has more months.
+    """
 
     def draw() -> None:
         found = _listed(api_key, base_url)
-        show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
+        columns = _COLUMNS_WITH_GPUS if any(each["gpus"] for each in found) else _COLUMNS
+        show(found if as_json else [_row(each) for each in found], columns, as_json=as_json)
 
     watch(draw, again=again)
 
@@ -53,8 +59,20 @@ def _row(model: dict[str, Any]) -> dict[str, object]:
         "model_name": ", ".join([model["model_name"], *model["aliases"]]),
         "max_context_length": model["max_context_length"] or "",
         "runs": model["runs"],
+        **_idle(model["gpus"]),
         "source": model["source"] or "",
         "state": model["state"] or "unknown",
+    }
+
+
+def _idle(gpus: dict[str, Any] | None) -> dict[str, object]:
+    if gpus is None:
+        return {"gpus_idle": "", "gpu_hours_idle": ""}
+    this_and_last_month = list(gpus["idle_gpu_hours_by_month"].items())[:2]
+    hours = [("in all", gpus["idle_gpu_hours"]), *this_and_last_month]
+    return {
+        "gpus_idle": f"{gpus['idle_gpus']} of {gpus['gpus']}",
+        "gpu_hours_idle": ", ".join(f"{when}: {number:.5g}" for when, number in hours),
     }
 
 

@@ -11,7 +11,7 @@ from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
 from tinkercloud_protocol.heads.reports.run_curves import CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
-from tinkercloud_protocol.responses.listings import PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 
@@ -36,6 +36,8 @@ class ServedModel:
     """Other names that an operator configured for it (`model_names.with_aliases`)."""
     reads_images: bool = False
     """Whether its prompts may contain images, as far as this server knows."""
+    max_lora_rank: int | None = None
+    """Maximum rank of an adapter; None if only its heads know."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,6 +162,10 @@ class SessionProvider(Protocol):
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
         """Return the use of a model's pool; None if its runs share none."""
+        return None
+
+    def gpus_of(self, model: ServedModel) -> GpuUse | None:
+        """Return the GPUs that the pods of a model hold; None if it has no pods."""
         return None
 
     def shared_heads(self) -> list[HeadEndpoint]:

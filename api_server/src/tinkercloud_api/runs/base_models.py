@@ -110,6 +110,7 @@ class BaseModels:
                 source=self._where.get(model.name) if is_admin else None,
                 runs=runs.get(model.name, 0),
                 pool=self._provider.pool_of(model),
+                gpus=self._provider.gpus_of(model),
             )
             for model in self._provider.models()
         ]

@@ -80,12 +80,19 @@ class PoolUse(Answer):
     """Number of runs that have a slot."""
     waiting: int
     """Number of runs that wait for a slot."""
-    gpus: int = 0
-    """Number of GPUs that all clusters request."""
-    idle_gpus: int = 0
-    """Number of GPUs in clusters that serve no run."""
-    idle_gpu_hours: float = 0.0
-    """Hours that GPUs have been idle since the pool began, summed over GPUs."""
+
+
+class GpuUse(Answer):
+    """The GPUs that the pods of a base model hold for all owners (Kubernetes)."""
+
+    gpus: int
+    """Number of GPUs that they request."""
+    idle_gpus: int
+    """Number of those that nobody has used for five minutes, although their pods are ready."""
+    idle_gpu_hours: float
+    """Hours that GPUs have been idle since the BaseModel was created, summed over GPUs."""
+    idle_gpu_hours_by_month: dict[str, float]
+    """The same by month (UTC), such as `2026-11`: this month, last month, and up to 11 before."""
 
 
 class ListedModel(Answer):
@@ -107,6 +114,8 @@ class ListedModel(Answer):
     """Number of its runs that the caller sees, with those that are suspended."""
     pool: PoolUse | None = None
     """What all owners use of its pool; None if its runs share none."""
+    gpus: GpuUse | None = None
+    """The GPUs that it holds; None on one machine."""
 
 
 class BaseModelList(Answer):
@@ -272,10 +281,15 @@ class OwnerUsage(Answer):
     model. Null: requests to the base model itself."""
     project_id: str | None = None
     """The project, if usage is listed by project. Null: sessions without one."""
+    key_id: int | None = None
+    """The key that created the sessions, if usage is listed by key. Null: sessions whose key is not
+    known."""
+    key_name: str | None = None
+    """The name of that key."""
     starts_at: datetime
-    """Start of the hour or day; by model or project, of the first hour with usage."""
+    """Start of the hour or day; else of the first hour with usage."""
     ends_at: datetime
-    """End of the hour or day; by model or project, of the last hour with usage."""
+    """End of the hour or day; else of the last hour with usage."""
     trained_tokens: int
     """Tokens of forward_backward requests."""
     forward_tokens: int

@@ -12,7 +12,7 @@ from tinkercloud_api.providers.base import (
     ServedModel,
 )
 from tinkercloud_protocol.heads.launch import ModelSpec
-from tinkercloud_protocol.responses.listings import PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import WireError
 
 
@@ -58,6 +58,9 @@ class OneHead:
         return None
 
     def pool_of(self, _model: ServedModel) -> PoolUse | None:
+        return None
+
+    def gpus_of(self, _model: ServedModel) -> GpuUse | None:
         return None
 
     def shared_heads(self) -> list[HeadEndpoint]:

@@ -7,8 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tinkercloud_operator.children.secret_marker import has_secret
-from tinkercloud_operator.decide.pool import pool_plan as pool_plans
-from tinkercloud_operator.decide.pool import spare_plan as spare_plans
+from tinkercloud_operator.decide.pool import slots_plan, spare_clusters
 from tinkercloud_operator.decide.pool.pool_model import PoolFacts
 from tinkercloud_operator.decide.session import reconcile as sessions
 from tinkercloud_operator.decide.session.actions import Plan
@@ -46,7 +45,7 @@ def _sets_no_finalizer() -> Break:
 
 
 def _forgets_a_spare() -> Break:
-    return patch.object(spare_plans, "_unused", lambda _: set())
+    return patch.object(spare_clusters, "_unused", lambda _: set())
 
 
 def _takes_a_spare_twice() -> Break:
@@ -55,7 +54,7 @@ def _takes_a_spare_twice() -> Break:
         usable = [each.name for each in facts.spares if each.is_ready and not each.is_stopping]
         return {name: usable[0] for name in waiting if usable}
 
-    return patch.object(spare_plans, "_takes", takes)
+    return patch.object(spare_clusters, "_takes", takes)
 
 
 def _counts_no_slots() -> Break:
@@ -65,7 +64,7 @@ def _counts_no_slots() -> Break:
 def _moves_a_run_before_its_head_has_left_it() -> Break:
     def plan(facts: PoolFacts) -> Any:
         sessions = [replace(each, has_left=True) for each in facts.sessions]
-        return pool_plans.plan_pool(replace(facts, sessions=sessions))
+        return slots_plan.plan_pool(replace(facts, sessions=sessions))
 
     return patch("tinkercloud_operator.run.pool.pool_runner.plan_pool", plan)
 

@@ -1,13 +1,14 @@
 """The status of a BaseModel: whether it is active, and what its sessions use."""
 
 import json
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from tinkercloud_crds.base_model import BaseModelStatus
-from tinkercloud_crds.conditions import ConditionType, Reason, find
+from tinkercloud_crds.conditions import ConditionType, Reason, find, timestamp
+from tinkercloud_crds.idle_gpus import IdleGpus
 from tinkercloud_operator.decide.pool.base_model_status import base_model_status
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.spec.resolved import Rejection, resolve
@@ -29,6 +30,15 @@ def offered(name: str = "model", **others: Any) -> Json:
 
 def session(phase: str, gpus: int = 0) -> Json:
     return a_session_manifest() | {"status": {"phase": phase, "gpus": gpus}}
+
+
+def unused(gpus: int, **spec: Any) -> Json:
+    status = {"phase": "Ready", "gpus": gpus, "idleSince": timestamp(NOON)}
+    return a_session_manifest(**spec) | {"status": status}
+
+
+def written(status: BaseModelStatus) -> Json:
+    return status.model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def reasons(status: BaseModelStatus) -> dict[str, tuple[str, str]]:
@@ -144,9 +154,64 @@ def test_a_base_model_that_can_be_planned_is_ready(manifest: Json) -> None:
 
 def test_a_second_reconciliation_changes_nothing() -> None:
     first = base_model_status(offered(), offered(), [session("Ready", 3)], NOON)
-    written = first.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     later = NOON + timedelta(hours=1)
-    again = base_model_status(offered(status=written), offered(), [session("Ready", 3)], later)
+    again = base_model_status(
+        offered(status=written(first)), offered(), [session("Ready", 3)], later
+    )
 
     assert again == first
+
+
+def test_idle_gpus_are_those_of_unused_sessions_clusters_and_spares() -> None:
+    sessions = [
+        session("Ready", 16),
+        unused(4),
+        unused(2, role="Pool", owner="tinkercloud-pool", lora=None),
+        unused(1, role="Spare", owner="tinkercloud-pool", lora=None),
+        unused(0, sharing="Shared", poolCluster="pool-0"),
+    ]
+
+    status = base_model_status(offered(), offered(), sessions, NOON)
+
+    assert (status.gpus, status.idle.gpus, status.idle.gpu_hours) == (23, 7, 0)
+
+
+def test_idle_hours_are_counted_and_written_when_the_number_of_idle_gpus_changes() -> None:
+    def after(minutes: int, before: BaseModelStatus, *sessions: Json) -> BaseModelStatus:
+        now = NOON + timedelta(minutes=minutes)
+        return base_model_status(offered(status=written(before)), offered(), sessions, now)
+
+    first = base_model_status(offered(), offered(), [session("Ready", 2), unused(4)], NOON)
+    resting = after(30, first, session("Ready", 2), unused(4))
+    used = after(90, resting, session("Ready", 2), session("Ready", 4))
+    gone = after(600, used)
+
+    assert resting == first
+    assert resting.idle.at(NOON + timedelta(minutes=30)).gpu_hours == 2
+    assert (used.idle.gpus, used.idle.gpu_hours) == (0, 6)
+    assert used.idle.gpu_hours_by_month == {"2026-01": 6}
+    assert gone.idle == used.idle
+
+
+def test_hours_of_gpus_that_stay_idle_belong_to_the_months_in_which_they_passed() -> None:
+    since = datetime(2026, 11, 30, 22, 0, tzinfo=UTC)
+    before = {"2026-10": 1.5, "2026-11": 0.5}
+    idle = IdleGpus(gpus=2, since=timestamp(since), gpu_hours=40, gpu_hours_by_month=before)
+
+    after = idle.at(datetime(2027, 1, 1, 1, 30, tzinfo=UTC))
+
+    months = {"2026-10": 1.5, "2026-11": 4.5, "2026-12": 2 * 31 * 24, "2027-01": 3}
+    assert after.gpu_hours_by_month == months
+    assert after.gpu_hours == 40 + 4 + 2 * 31 * 24 + 3
+    assert idle.at(since - timedelta(days=1)).gpu_hours == 40
+
+
+def test_thirteen_months_of_idle_hours_are_kept_and_all_are_in_the_sum() -> None:
+    idle = IdleGpus(gpus=1, since="2026-01-01T00:00:00Z")
+
+    after = idle.at(datetime(2027, 6, 1, tzinfo=UTC))
+
+    assert len(after.gpu_hours_by_month) == 13
+    assert min(after.gpu_hours_by_month) == "2026-05"
+    assert after.gpu_hours == (365 + 151) * 24

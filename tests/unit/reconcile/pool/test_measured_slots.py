@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from tinkercloud_crds import labels
-from tinkercloud_crds.base_model import PoolStatus
 from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool.head_answers import HeadMemory, head_memory
 from tinkercloud_operator.decide.pool.pool_facts import pool_facts
 from tinkercloud_operator.decide.pool.pool_model import PoolFacts, Refusal
 from tinkercloud_operator.decide.pool.pool_moves import MAX_MOVES
-from tinkercloud_operator.decide.pool.pool_plan import plan_pool, pool_status
+from tinkercloud_operator.decide.pool.slots_plan import plan_pool, pool_status
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_testing.resources.sessions import (
@@ -229,7 +228,7 @@ def test_a_placed_run_without_room_gets_another_cluster_and_says_why_it_waits() 
     full = plan_pool(at_most)
     assert (full.create, full.changes_at) == ((), NOW + timedelta(minutes=5))
     assert "pool.maxClusters is 1" in full.waiting["two"]
-    status = pool_status(at_most, PoolStatus())
+    status = pool_status(at_most)
     assert status is not None
     assert status.waiting == 1
 

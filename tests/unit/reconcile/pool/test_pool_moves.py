@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tinkercloud_crds.base_model import Pool
 from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession, Refusal
 from tinkercloud_operator.decide.pool.pool_moves import MAX_MOVES, Moves, is_emptied
-from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool
+from tinkercloud_operator.decide.pool.slots_plan import PoolPlan, plan_pool
 
 pytestmark = pytest.mark.timeout(300)
 

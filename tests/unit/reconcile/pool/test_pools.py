@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_crds.base_model import Pool, PoolStatus
+from tinkercloud_crds.base_model import Pool
 from tinkercloud_operator.decide.pool.pool_model import Cluster, PoolFacts, PoolSession
-from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool, pool_status
+from tinkercloud_operator.decide.pool.slots_plan import PoolPlan, plan_pool, pool_status
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NAMES = [f"pool-tiny-{index}" for index in range(5)]
@@ -496,32 +496,15 @@ def test_a_smaller_pool_loses_its_empty_clusters_at_once_and_keeps_the_others(
 
 def test_the_status_counts_clusters_models_and_slots() -> None:
     sessions = [a_session("one", NAMES[0]), a_session("two", NAMES[0]), a_session("three")]
-    known = facts(a_cluster(NAMES[0]), a_cluster(NAMES[1], is_ready=False), sessions=sessions)
+    starting = replace(a_cluster(NAMES[1], is_ready=False), gpus=2)
+    known = facts(replace(a_cluster(NAMES[0]), gpus=2), starting, sessions=sessions)
 
-    status = pool_status(known, PoolStatus())
+    status = pool_status(known)
 
     assert status is not None
     assert (status.cluster_summary, status.slot_summary) == ("1/2", "2/4")
-    assert (status.models, status.waiting) == (2, 1)
-    assert pool_status(facts(pool=None), PoolStatus()) is None
-
-
-def test_hours_in_which_gpus_serve_nobody_are_counted_when_their_number_changes() -> None:
-    clusters = [replace(a_cluster(name), gpus=2) for name in NAMES[:2]]
-    one, two = a_session("one", NAMES[0]), a_session("two", NAMES[1])
-    later = NOW + timedelta(minutes=30)
-
-    first = pool_status(facts(*clusters, sessions=[one]), PoolStatus())
-    assert first is not None
-    resting = pool_status(replace(facts(*clusters, sessions=[one]), now=later), first)
-    ended = pool_status(replace(facts(*clusters, sessions=[one, two]), now=later), first)
-
-    assert (first.gpus, first.idle_gpus, first.idle_gpu_hours) == (4, 2, 0)
-    assert first.idle_gpu_hours_at(later) == 1
-    assert resting == first
-    assert ended is not None
-    assert (ended.idle_gpus, ended.idle_gpu_hours) == (0, 1)
-    assert ended.idle_gpu_hours_at(later + timedelta(hours=1)) == 1
+    assert (status.models, status.waiting, status.gpus) == (2, 1, 4)
+    assert pool_status(facts(pool=None)) is None
 
 
 def test_no_name_of_a_cluster_is_used_twice() -> None:
@@ -571,7 +554,7 @@ def test_a_cluster_whose_memory_is_full_gets_no_session_although_it_has_slots() 
     known = facts(full, sessions=[a_session("one", NAMES[0]), a_session("two", waited_seconds=30)])
 
     plan = plan_pool(known)
-    status = pool_status(known, PoolStatus())
+    status = pool_status(known)
 
     assert plan.places == {}
     assert plan.create == (NAMES[1],)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinkercloud_operator.decide.pool.spare_plan import (
+from tinkercloud_operator.decide.pool.spare_clusters import (
     Spare,
     SparesFacts,
     SparesPlan,

@@ -278,7 +278,7 @@ def test_a_cluster_is_neither_suspended_for_idleness_nor_ended_by_its_age(action
     world.settle()
 
     world.pass_time(7200)
-    assert reconcile(world.observe(), SETTINGS) == Plan()
+    assert reconcile(world.observe(), SETTINGS).actions == ()
     ready = find(world.status.conditions, ConditionType.READY)
     assert ready is not None
     assert ready.status == "True"

@@ -40,6 +40,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
+    gpu_use,
     read_base_model,
     read_session,
     readable,
@@ -56,7 +57,7 @@ from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer, pause_seconds
 from tinkercloud_protocol.heads.launch import ModelSpec
-from tinkercloud_protocol.responses.listings import PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, StateLost, Unavailable
 
 log = structlog.get_logger(__name__)
@@ -155,6 +156,11 @@ class KubernetesProvider(SessionProvider):
         """See `SessionProvider.pool_of`."""
         found = self.base_model(model.name)
         return found.pool if found is not None else None
+
+    def gpus_of(self, model: ServedModel) -> GpuUse | None:
+        """See `SessionProvider.gpus_of`."""
+        found = self.base_model(model.name)
+        return gpu_use(found, datetime.now(UTC)) if found is not None else None
 
     def tenants(self) -> Sequence[Tenant]:
         """See `SessionProvider.tenants`."""

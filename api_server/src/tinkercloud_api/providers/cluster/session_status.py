@@ -1,8 +1,8 @@
 """Reads TrainingSessions and BaseModels and interprets their status for clients."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from typing import TypeVar
 
 import structlog
@@ -12,11 +12,12 @@ from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, PoolStatus
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
+from tinkercloud_crds.idle_gpus import IdleGpus
 from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_protocol.responses.listings import PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 from tinkercloud_protocol.wire.json_model import describe
@@ -71,6 +72,10 @@ class BaseModelView:
     is_offered: bool
     pool: PoolUse | None
     """The use of its pool, as last written by the operator."""
+    gpus: int = 0
+    """Number of GPUs that the pods of its sessions request."""
+    idle: IdleGpus = field(default_factory=IdleGpus)
+    """Those that nobody uses, as last written by the operator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,21 @@ def read_base_model(manifest: Manifest) -> BaseModelView:
         spec=BaseModelSpec.model_validate(manifest["spec"]),
         is_offered=ready is None or ready.status != "False",
         pool=_pool_use(PoolStatus.model_validate(status["pool"])) if "pool" in status else None,
+        gpus=status.get("gpus", 0),
+        idle=IdleGpus.model_validate(status.get("idle", {})),
+    )
+
+
+def gpu_use(base_model: BaseModelView, now: datetime) -> GpuUse:
+    """Return the GPUs that a BaseModel holds, with its idle hours until now (UTC)."""
+    idle = base_model.idle.at(now)
+    latest = (now, now.replace(day=1) - timedelta(days=1))
+    months = {f"{each:%Y-%m}": 0.0 for each in latest} | idle.gpu_hours_by_month
+    return GpuUse(
+        gpus=base_model.gpus,
+        idle_gpus=idle.gpus,
+        idle_gpu_hours=idle.gpu_hours,
+        idle_gpu_hours_by_month=dict(sorted(months.items(), reverse=True)),
     )
 
 
@@ -149,9 +169,6 @@ def _pool_use(status: PoolStatus) -> PoolUse:
         slots=status.slots,
         models=status.models,
         waiting=status.waiting,
-        gpus=status.gpus,
-        idle_gpus=status.idle_gpus,
-        idle_gpu_hours=status.idle_gpu_hours_at(datetime.now(UTC)),
     )
 
 

@@ -28,7 +28,7 @@ def base_model_status(
         base_model: the BaseModel.
         active: the active BaseModel of this model name.
         sessions: all sessions of this model name.
-        now: transition time of conditions that change.
+        now: the current time.
         pool: the status of its pool, if it has one.
         spares: the status of its warm spares, if it has any.
     """
@@ -44,6 +44,11 @@ def base_model_status(
     # Sessions belong to the active BaseModel.
     its_own = sessions if reason is not Reason.DUPLICATE else []
     statuses = [session.get("status", {}) for session in its_own]
+    idle_gpus = sum(status.get("gpus", 0) for status in statuses if "idleSince" in status)
+    idle = previous.idle
+    if idle_gpus != idle.gpus:
+        # Counted only then, so that nothing is written while nothing changes.
+        idle = idle.at(now).model_copy(update={"gpus": idle_gpus})
     return BaseModelStatus(
         observed_generation=generation,
         conditions=[
@@ -64,6 +69,7 @@ def base_model_status(
             if not is_cluster(session)
         ),
         gpus=sum(status.get("gpus", 0) for status in statuses),
+        idle=idle,
         pool=pool if reason is not Reason.DUPLICATE else None,
         spares=spares if reason is not Reason.DUPLICATE else None,
     )

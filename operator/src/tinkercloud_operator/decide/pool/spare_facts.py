@@ -10,13 +10,13 @@ from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
+from tinkercloud_operator.decide.pods.failure_limits import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.pool.pool_facts import (
     cluster_prefix,
     is_cluster,
     taken_by,
 )
-from tinkercloud_operator.decide.pool.spare_plan import Spare, SparesFacts, Taker
+from tinkercloud_operator.decide.pool.spare_clusters import Spare, SparesFacts, Taker
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.decide.read.quota_messages import spares_hold
 from tinkercloud_operator.decide.read.session_facts import age, condition, is_live

@@ -66,7 +66,7 @@ from tinkercloud_crds.pods.shapes import Idle
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import SERVING_ROLES, Failing
 from tinkercloud_operator.decide.pods.disruptions import drained_node, notice
-from tinkercloud_operator.decide.pods.pod_failures import current_failure, failed_at
+from tinkercloud_operator.decide.pods.failure_limits import current_failure, failed_at
 from tinkercloud_operator.decide.read.program_facts import is_running, used_until
 from tinkercloud_operator.spec.observed import Observed
 from tinkercloud_operator.spec.resolved import Rejection, ResolvedSpec, idle_policy, max_lifetime
@@ -83,6 +83,9 @@ _QUEUED = frozenset({Reason.QUEUED, Reason.QUOTA_EXCEEDED, Reason.NAMESPACE_QUOT
 ACTIVITY_DELAY = timedelta(seconds=labels.LAST_ACTIVITY_SECONDS + 30)
 """Upper bound on the delay between a request and its record on the session: the API server writes
 the annotation at intervals, and one of its writes may fail."""
+_COUNTED_AFTER = timedelta(minutes=5)
+"""Time without a request after which the GPUs of a session count as idle. A pause between two steps
+is shorter."""
 _ABANDONED_AFTER = timedelta(minutes=10)
 """Time without a request after which the client of a session that never ran is considered gone. A
 waiting client polls every minute; if it does return, the API server creates another session for
@@ -199,7 +202,7 @@ def _unless_stopped(observed: Observed, idle: Idle | None, expiry: datetime | No
     if drained is not None:
         return Decision(DesiredState.SUSPENDED, Reason.SUSPENDING, drained, expiry)
     if observed.session.spec.role in SERVING_ROLES or _was_suspended_by_owner(observed):
-        # Its pool decides when a cluster is no longer needed, and deletes it (`pool_plan`).
+        # Its pool decides when a cluster is no longer needed, and deletes it (`slots_plan`).
         return Decision(DesiredState.RUNNING, Reason.RUNNING, "", expiry)
     if idle is None or _is_queued(observed):
         return _unchanged(observed, expiry)
@@ -273,6 +276,14 @@ def last_use(observed: Observed) -> datetime:
     if suspended is not None:
         moments.append(_resumed_at(observed, suspended))
     return max(moment for moment in moments if moment is not None)
+
+
+def idle_from(observed: Observed) -> datetime | None:
+    """Return when the GPUs of a ready session count as idle, unless it is used before.
+
+    None while its program uses them.
+    """
+    return None if is_running(observed) else last_use(observed) + _COUNTED_AFTER
 
 
 def _resumed_at(observed: Observed, suspended: Condition) -> datetime | None:

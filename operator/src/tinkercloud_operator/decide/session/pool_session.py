@@ -1,6 +1,6 @@
 """What a session needs that a pool cluster or a taken spare serves: a status, no pods. Pure.
 
-The pool's own worker gives it a place (`pool_plan`). Its steps to Ready are those of the cluster
+The pool's own worker gives it a place (`slots_plan`). Its steps to Ready are those of the cluster
 that serves it. When it ends, the head of the cluster saves a last checkpoint of its model and drops
 the model, which frees the slot.
 """

@@ -7,6 +7,7 @@ interrupted and continued by another process.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import datetime
 
 from pydantic import ValidationError
 
@@ -21,7 +22,7 @@ from tinkercloud_operator.children.raycluster import ray_cluster, updatable_fiel
 from tinkercloud_operator.decide.pods.deadlines import awaited_head, next_deadline
 from tinkercloud_operator.decide.pods.drift import is_up_to_date
 from tinkercloud_operator.decide.pods.engine_pods import engine_pods
-from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
+from tinkercloud_operator.decide.pods.failure_limits import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.session.actions import (
     Action,
     Apply,
@@ -36,6 +37,7 @@ from tinkercloud_operator.decide.session.lifetime import (
     Decision,
     DesiredState,
     decision_about,
+    idle_from,
     stopping_since,
 )
 from tinkercloud_operator.decide.session.pool_session import reconcile_in_pool
@@ -78,8 +80,9 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
     effective = _effective_spec(observed, desired, settings)
     decision = decision_about(observed, desired)
     new_status = status(observed, desired, effective, decision)
-    moments = [each for each in (decision.changes_at, next_deadline(observed)) if each is not None]
-    recheck_seconds = seconds_until(observed, min(moments, default=None))
+    moments = (decision.changes_at, next_deadline(observed), _counts_idle_at(observed, new_status))
+    known = [each for each in moments if each is not None]
+    recheck_seconds = seconds_until(observed, min(known, default=None))
     match decision.desired:
         case DesiredState.RUNNING if stopping_since(observed) is not None:
             # Record the end of the stop first: a new RayCluster would be mistaken for the old one.
@@ -99,6 +102,12 @@ def reconcile(observed: Observed, settings: Settings) -> Plan:
             return _with_program(plan, observed, decision, settings)
         case DesiredState.DELETED:
             return reporting_plan(observed, [DeleteSession()], new_status, None)
+
+
+def _counts_idle_at(observed: Observed, new_status: TrainingSessionStatus) -> datetime | None:
+    """Return when the GPUs of a session will count as idle, if they may and don't yet."""
+    is_used = is_ready(new_status) and new_status.idle_since is None
+    return idle_from(observed) if is_used else None
 
 
 def _waits_to_start(observed: Observed) -> bool:

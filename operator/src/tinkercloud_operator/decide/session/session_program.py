@@ -14,7 +14,7 @@ from tinkercloud_crds.pods.program_fields import Program, ProgramStatus
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pods import Json
 from tinkercloud_operator.children.program import ProgramBuild, program_job, program_policy
-from tinkercloud_operator.decide.pods.pod_failures import PERSISTENT_FAILURES
+from tinkercloud_operator.decide.pods.failure_limits import PERSISTENT_FAILURES
 from tinkercloud_operator.decide.read.program_facts import (
     current_job,
     end_of,

@@ -17,14 +17,14 @@ from tinkercloud_crds.conditions import (
 from tinkercloud_crds.names import Names
 from tinkercloud_crds.training_session import Failing, Phase, TrainingSessionStatus, Workers
 from tinkercloud_operator.decide.pods.engine_pods import engine_pods
-from tinkercloud_operator.decide.pods.pod_failures import (
+from tinkercloud_operator.decide.pods.failure_limits import (
     PERSISTENT_FAILURES,
     current_failure,
     recent_restarts,
     restart_limit,
 )
 from tinkercloud_operator.decide.session.actions import Action, Plan, PostEvent
-from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState
+from tinkercloud_operator.decide.session.lifetime import Decision, DesiredState, idle_from
 from tinkercloud_operator.decide.session.readiness import StepStatus, readiness
 from tinkercloud_operator.decide.session.session_program import program_status
 from tinkercloud_operator.spec.observed import Observed, SaveKey
@@ -94,6 +94,7 @@ def status(
             "workers": _workers(observed, effective),
             "gpus": _gpus(observed, effective),
             "max_gpus": _max_gpus(observed, effective),
+            "idle_since": _idle_since(observed) if ready.is_reached else None,
             "plan": effective.plan if isinstance(effective, ResolvedSpec) else previous.plan,
             "restarts": previous.restarts + has_restarted,
             "recent_restarts": restarts,
@@ -286,6 +287,11 @@ def _gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int:
         return 0
     more = engine_pods(observed, effective) - effective.samplers
     return effective.gpus + more * effective.sampler.gpus_per_replica
+
+
+def _idle_since(observed: Observed) -> str | None:
+    since = idle_from(observed)
+    return timestamp(since) if since is not None and since <= observed.now else None
 
 
 def _max_gpus(observed: Observed, effective: ResolvedSpec | Rejection) -> int | None:

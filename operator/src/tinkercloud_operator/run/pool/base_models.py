@@ -4,12 +4,11 @@ from datetime import UTC, datetime
 
 import structlog
 
-from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pool.base_model_status import base_model_status
-from tinkercloud_operator.decide.pool.pool_plan import pool_status
-from tinkercloud_operator.decide.pool.spare_plan import spares_status
+from tinkercloud_operator.decide.pool.slots_plan import pool_status
+from tinkercloud_operator.decide.pool.spare_clusters import spares_status
 from tinkercloud_operator.run.cluster.executor import Executor
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.work_queue import WorkQueue
@@ -77,8 +76,7 @@ class BaseModels:
         model_name = base_model["spec"].get("modelName", "")
         active = self._watched.offering(model_name)
         sessions = self._watched.sessions_of(model_name)
-        previous = BaseModelStatus.model_validate(base_model.get("status", {})).pool
-        pool = pool_status(self._pools.facts(model_name), previous or PoolStatus())
+        pool = pool_status(self._pools.facts(model_name))
         spares = spares_status(self._spares.facts(model_name))
         status = base_model_status(
             base_model, active, sessions, datetime.now(UTC), pool=pool, spares=spares

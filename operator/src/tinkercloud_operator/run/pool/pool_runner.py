@@ -21,7 +21,7 @@ from tinkercloud_operator.decide.pool.pool_facts import (
 )
 from tinkercloud_operator.decide.pool.pool_model import PoolFacts
 from tinkercloud_operator.decide.pool.pool_moves import is_emptied
-from tinkercloud_operator.decide.pool.pool_plan import PoolPlan, plan_pool
+from tinkercloud_operator.decide.pool.slots_plan import PoolPlan, plan_pool
 from tinkercloud_operator.decide.session.actions import GiveAway, TakeBack
 from tinkercloud_operator.run.cluster.resource_store import Watched
 from tinkercloud_operator.run.cluster.save_requests import HeadSaver

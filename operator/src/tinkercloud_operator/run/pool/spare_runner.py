@@ -12,8 +12,8 @@ from tinkercloud_kube.errors import AlreadyExists, KubernetesError, NotFound, Re
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.children.pool_cluster import session_owner, spare_cluster
 from tinkercloud_operator.decide.pods.deadlines import awaited_until
+from tinkercloud_operator.decide.pool.spare_clusters import SparesFacts, plan_spares
 from tinkercloud_operator.decide.pool.spare_facts import is_short, is_unplaced, spares_facts
-from tinkercloud_operator.decide.pool.spare_plan import SparesFacts, plan_spares
 from tinkercloud_operator.run.cluster.resource_store import Watched
 
 log = structlog.get_logger(__name__)

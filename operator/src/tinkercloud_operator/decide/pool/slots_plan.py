@@ -1,7 +1,9 @@
 """Decides what the pool of a BaseModel needs: clusters, places, and moves (`pool_moves`). Pure.
 
 A session waits until a ready cluster has a free slot, and is placed there. One worker of one
-process decides for a whole pool, so slots are never assigned twice.
+process decides for a whole pool, so slots are never assigned twice. `pool.spareSlots`, the slots
+that are kept free, are decided here; whole clusters that wait for a session (`warmSpares`), in
+`spare_clusters`.
 """
 
 from collections import Counter
@@ -11,7 +13,6 @@ from datetime import datetime, timedelta
 from itertools import accumulate
 
 from tinkercloud_crds.base_model import Pool, PoolStatus
-from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.decide.pool.pool_model import (
     Cluster,
     PoolFacts,
@@ -89,21 +90,10 @@ def plan_pool(facts: PoolFacts) -> PoolPlan:
     )
 
 
-def pool_status(facts: PoolFacts, previous: PoolStatus) -> PoolStatus | None:
-    """Return the status of a pool; None if there is none.
-
-    Args:
-        facts: the facts about it.
-        previous: its status until now, with the hours that its GPUs were idle.
-    """
+def pool_status(facts: PoolFacts) -> PoolStatus | None:
+    """Return the status of a pool; None if there is none."""
     if facts.pool is None and not facts.clusters:
         return None
-    used = {each.cluster for each in facts.sessions}
-    idle_gpus = sum(each.gpus for each in facts.clusters if each.name not in used)
-    idle_gpu_hours, idle_since = previous.idle_gpu_hours, previous.idle_since
-    if idle_gpus != previous.idle_gpus:
-        # Counted only then, so that a pool at rest has a status at rest.
-        idle_gpu_hours, idle_since = previous.idle_gpu_hours_at(facts.now), timestamp(facts.now)
     models = sum(each.cluster in facts.names for each in facts.sessions)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
@@ -115,9 +105,6 @@ def pool_status(facts: PoolFacts, previous: PoolStatus) -> PoolStatus | None:
         slots=slots,
         waiting=len(facts.unplaced()) + len(facts.without_room()),
         gpus=sum(each.gpus for each in facts.clusters),
-        idle_gpus=idle_gpus,
-        idle_gpu_hours=idle_gpu_hours,
-        idle_since=idle_since,
         cluster_summary=f"{ready}/{len(facts.clusters)}",
         slot_summary=f"{models}/{slots}",
     )

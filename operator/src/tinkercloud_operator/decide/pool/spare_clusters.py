@@ -1,5 +1,7 @@
 """Decides what the warm spares of a BaseModel need: clusters, and who takes them over. Pure.
 
+`warmSpares` is their number; the slots that a pool keeps free are decided in `slots_plan`.
+
 A spare is a TrainingSession of role Spare: a cluster with the model loaded that serves nobody. A
 session takes it over in two writes, each conditional on the object's resource version: the spare
 gets the session as its owner, then the session gets the spare as its cluster. The first write
