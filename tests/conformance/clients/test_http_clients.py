@@ -167,6 +167,11 @@ def test_a_repeated_create_model_creates_one_model(server: Server, *, has_sessio
         ({"max_seq_len": 1 << 30}, "max_seq_len: got 1073741824, but 'tiny/llama' accepts at most"),
         ({"max_batch_size": 1 << 30}, "max_batch_size: got 1073741824, but 'tiny/llama' accepts"),
         ({"max_batch_size": 0}, "max_batch_size: "),
+        (
+            {"lora_config": {"rank": 512}},
+            "lora_config.rank: got 512, but 'tiny/llama' accepts at most 256",
+        ),
+        ({"lora_config": {"rank": 10**9}}, "but 'tiny/llama' accepts at most 256 (limits.max_lora"),
         ({"model_name": "another/model"}, "is not served here"),
         ({"model_name": None}, "model_name: "),
         ({"model_seq_id": "0"}, "model_seq_id: "),

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -130,8 +131,13 @@ def test_tokens_of_two_owners_are_counted_by_model_and_by_kind(
     assert {row["model_id"] for row in usage_of(own_server, ann)} == {anns.model_id}
     assert {row["base_model"] for row in rows.values()} == {MODEL}
     assert all(row["engine_seconds"] > 0 for row in rows.values())
-    for by in ("hour", "day"):
+    for by in ("hour", "day", "key"):
         assert total(usage_of(own_server, ann, by=by)) == of_ann
+    table = own_server.command(
+        "usage", "--by", "key", "--api-key", ann, "--base-url", own_server.url
+    )
+    assert [row["key_name"] for row in usage_of(own_server, ann, by="key")] == ["ann"]
+    assert re.search(r"\d ann +ann ", table)
     for kind in ("trained", "forward", "prefill", "cached", "sampled"):
         counted = own_server.metric("tinkercloud_usage_tokens_total", owner="ann", kind=kind)
         assert counted == of_ann[f"{kind}_tokens"]

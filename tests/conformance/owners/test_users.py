@@ -87,10 +87,13 @@ def test_what_a_disabled_owner_has_made_stays(server: Server) -> None:
     said = server.command("users", "disable", "on-leave")
     run = f"/api/v1/training_runs/{training.model_id}"
     seen = [server.request("GET", run).status, server.request("GET", run, key=key).status]
+    keys = [listed(server)["on-leave"]["keys"]]
     server.command("users", "enable", "on-leave")
 
     assert said == "on-leave is disabled: no server accepts its keys any more\n"
+    keys.append(listed(server)["on-leave"]["keys"])
     assert seen == [200, 401]
+    assert keys == [0, 1]
     checkpoints = server.rest(key).list_checkpoints(training.model_id).result().checkpoints
     assert [each.tinker_path for each in checkpoints] == [path]
 

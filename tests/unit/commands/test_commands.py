@@ -1,5 +1,6 @@
 """What all `tinkercloud` commands have in common."""
 
+import asyncio
 import csv
 import json
 import re
@@ -17,6 +18,7 @@ from rich.text import Text
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.cli import app
 from tinkercloud_api.commands import (
     audit_commands,
@@ -33,6 +35,7 @@ from tinkercloud_api.commands.common.progress import (
 )
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_protocol.responses.run_states import RunInfo
+from tinkercloud_testing.resources.charts import ROOT
 
 ONLY_CHANGE = {
     *("keys revoke", "sessions delete", "checkpoints delete"),
@@ -54,6 +57,18 @@ def commands(group: object, name: str = "") -> Iterator[tuple[str, set[str]]]:
         yield from commands(command, f"{name} {word}".strip())
     if not hasattr(group, "commands"):
         yield name, {option for each in getattr(group, "params", ()) for option in each.opts}
+
+
+def test_the_page_about_troubleshooting_lists_every_command() -> None:
+    page = (ROOT / "docs" / "use" / "troubleshooting.md").read_text()
+    listed: set[str] = set()
+    for words in re.findall(r"`([^`]+)`", page[page.index("\nCommands: ") :]):
+        group, *names = re.split(r"[ |]", words.removeprefix("tinkercloud "))
+        listed |= {f"{group} {name}" for name in names} or {group}
+
+    found = dict(commands(get_command(app)))
+    unlisted = {name for name in found if not {name, name.partition(" ")[0]} & listed}
+    assert unlisted == set()
 
 
 def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
@@ -284,10 +299,24 @@ def test_fields_of_a_run_do_not_control_the_terminal(monkeypatch: pytest.MonkeyP
 
 
 def test_an_empty_audit_log_is_not_taken_for_a_complete_one(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    asyncio.run(migrate(engine))
     checked = CliRunner().invoke(app, ["audit", "verify", "--state-dir", str(tmp_path)])
 
     assert checked.exit_code == 0
     assert "warning: no row is in this catalog; if your server uses another" in checked.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["audit verify", "audit export", "keys list", "users list", "users show me"]
+)
+def test_a_command_that_reads_creates_no_catalog(tmp_path: Path, command: str) -> None:
+    folder = tmp_path / "other"
+    read = CliRunner().invoke(app, [*command.split(), "--state-dir", str(folder)])
+
+    assert read.exit_code == 1
+    assert f"there is no catalog in {folder}: no server has used this folder" in read.stderr
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -362,19 +391,43 @@ def test_no_owner_gets_the_name_of_a_group(arguments: list[str], tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("by", "grouped"), [("model", ["model_id"]), ("project", ["project_id"]), ("day", [])]
+    ("by", "grouped"),
+    [
+        ("model", ["model_id"]),
+        ("project", ["project_id"]),
+        ("key", ["key_id", "key_name"]),
+        ("day", []),
+    ],
 )
 def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
     by: str, grouped: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"owner": "ann", "base_model": "m", "model_id": "s:train:0", "project_id": "p"}
+    row |= {"key_id": "1", "key_name": "ci"}
     monkeypatch.setattr(usage_commands, "request", lambda *_: {"usage": [row]})
 
     printed = CliRunner().invoke(app, ["usage", "--by", by, "--csv", "--api-key", "tml-key"])
 
     header, *rows = csv.reader(printed.stdout.splitlines())
-    assert [name for name in header if name in {"model_id", "project_id"}] == grouped
+    groups = {"model_id", "project_id", "key_id", "key_name"}
+    assert [name for name in header if name in groups] == grouped
     assert [dict(zip(header, each, strict=True))["base_model"] for each in rows] == ["m"]
+
+
+def test_a_run_that_waits_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment = "2026-11-28T19:14:30+00:00"
+    run = dict.fromkeys(("owner", "project_id", "name", "base_model", "step", "loss"))
+    run |= {"run_id": "a:train:0", "tokens_per_minute": 0, "state": "live"}
+    run |= {"created_at": moment, "last_seen_at": moment}
+    waits = {**run, "queue_state": "waiting", "queue_reason": "9 earlier ones", "reason": "unsafe"}
+    is_lost = {**run, "queue_state": "idle", "queue_reason": None, "reason": "no disk"}
+    monkeypatch.setattr(run_commands, "request", lambda *_: {"runs": [waits, is_lost]})
+
+    printed = CliRunner().invoke(app, ["runs", "list", "--api-key", "tml-key"]).stdout
+
+    header, *rows = printed.splitlines()
+    why = header.index("why")
+    assert [row[why:].strip() for row in rows] == ["9 earlier ones", "no disk"]
 
 
 def test_runs_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from structlog.testing import capture_logs
 
 from tinkercloud_api.config.settings import Settings
@@ -20,6 +22,8 @@ from tinkercloud_api.providers.local import local_head
 from tinkercloud_api.providers.local.local_head import LocalHead
 from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_api.providers.session_options import SessionOptions
+from tinkercloud_protocol.heads.launch import HEAD_PROTOCOL, HeadStatus
+from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.serving.bare_heads import until
 
 MODEL = ServedModel("m", 8)
@@ -64,6 +68,46 @@ def test_the_last_progress_in_the_log_of_a_head_is_how_far_it_is(head: LocalHead
     )
 
     assert ", reading and checking the weights" in head.progress()
+
+
+async def status(_request: web.Request) -> web.Response:
+    """Answer as a head that is ready."""
+    answer = HeadStatus(
+        head="h",
+        generation="g",
+        model_name="m",
+        ready=True,
+        models=[],
+        samplers=0,
+        pending_requests=0,
+        idle_seconds=0,
+        protocol=HEAD_PROTOCOL,
+    )
+    return web.Response(body=answer.model_dump_json())
+
+
+async def nothing(_request: web.Request) -> web.Response:
+    """Answer as a head that has nothing to report."""
+    return web.Response()
+
+
+async def test_what_an_ended_head_has_logged_is_not_said_of_the_next(
+    provider: LocalProvider, head: LocalHead
+) -> None:
+    says(head, {"event": "loading", "progress": "the model is loaded"})
+    folder = head.unsaved.parent
+    app = web.Application()
+    app.add_routes([web.get(routes.HEAD_STATUS, status), web.get(routes.HEAD_LEASE, nothing)])
+    async with TestServer(app) as running:
+        record = {"pid": 1, "url": str(running.make_url("")).rstrip("/"), "generation": "g"}
+        (folder / "head.json").write_text(json.dumps(record))
+        (folder / "token").write_text("secret")
+        await head.adopt()
+        assert head.endpoint is not None
+    await until(lambda: head.endpoint is None)
+
+    pending = provider.pending(Placement("s:train:0", "me", "m", None, SessionOptions()))
+    assert "is loading the model for 0 s, starting its process; its weights" in pending.reason
 
 
 async def test_a_waiting_head_is_reported_again_and_again(

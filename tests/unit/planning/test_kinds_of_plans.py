@@ -253,6 +253,8 @@ def test_a_plan_has_the_disk_the_start_and_the_price(qwen3_8b: str) -> None:
     divided = words(qwen3_8b, "--gpus", "8xH100", "--sessions", "2", "--gpu-price", "2.5")
     assert "price: 20.00 an hour, for 8 GPUs at 2.50" in divided
     assert "4 GPUs for each session, at 10.00 an hour" in divided
+    assert "host and disk are those of one session: 2 sessions need as much each" in divided
+    assert "need as much each" not in printed
     assert "unused" not in divided
 
 

@@ -151,7 +151,7 @@ def on_kubernetes(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
 
 def rejection(*arguments: str) -> str:
     """Run a command with invalid settings and return its error message, on one line."""
-    result = CliRunner().invoke(app, ["keys", "list", *arguments])
+    result = CliRunner().invoke(app, ["keys", "create", "me", *arguments])
     assert result.exit_code == 1
     return " ".join(result.output.split())
 

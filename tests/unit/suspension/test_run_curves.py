@@ -16,6 +16,7 @@ from tinkercloud_testing.serving.bare_heads import ADAM, MODEL, Head, a_head, tr
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.engine.run_curves import Curves, RunCurve
 from tinkercloud_worker.head.serve.lease_reports import Reported, curve_changes, curve_lines
+from tinkercloud_worker.metrics import MAX_RUNS, RUN_LOSS
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -28,6 +29,17 @@ def points(head: Head) -> list[tuple[int, Any]]:
     """Return the curve of the model, without the times of its steps."""
     ((_, curve),) = head.backend.curves.all()
     return [(point.step, point.metrics) for point in curve.points]
+
+
+def a_batch() -> Batch:
+    """Return a batch whose weights sum up to three."""
+    example = Example(
+        np.zeros(3, np.int32),
+        np.zeros((3, 1), np.int64),
+        {"weights": np.ones((3, 1), np.float32)},
+        True,
+    )
+    return Batch([example], "cross_entropy", forward_only=False)
 
 
 async def undisturbed(folder: Path) -> list[tuple[int, Any]]:
@@ -154,14 +166,8 @@ async def test_the_passes_of_a_gradient_that_is_not_finite_are_in_no_step(tmp_pa
 
 
 def test_a_curve_with_a_loss_that_is_not_finite_is_stored_and_restored() -> None:
-    curve, restored = RunCurve(lambda: None), RunCurve(lambda: None)
-    example = Example(
-        np.zeros(3, np.int32),
-        np.zeros((3, 1), np.int64),
-        {"weights": np.ones((3, 1), np.float32)},
-        True,
-    )
-    batch = Batch([example], "cross_entropy", forward_only=False)
+    curve, restored = RunCurve(lambda _: None), RunCurve(lambda _: None)
+    batch = a_batch()
     curve.count_pass(batch, {"loss:sum": math.nan})
     curve.count_step(1, AdamParams(), math.inf)
     curve.count_pass(batch, {"loss:sum": math.inf})
@@ -182,10 +188,10 @@ def test_a_curve_with_a_loss_that_is_not_finite_is_stored_and_restored() -> None
 def test_a_restored_curve_is_reported_whole_although_it_has_fewer_steps() -> None:
     curves, reported = Curves(), Reported()
     backend = SimpleNamespace(curves=curves)
-    run = curves.begin("m")
+    run = curves.begin("m", "me")
     for step in range(1, 11):
         run.count_step(step, AdamParams(), 1.0)
-    stored = RunCurve(lambda: None)
+    stored = RunCurve(lambda _: None)
     for step in range(1, 6):
         stored.count_step(step, AdamParams(), 1.0)
     curve_changes(backend, reported)  # type: ignore[arg-type]
@@ -196,3 +202,34 @@ def test_a_restored_curve_is_reported_whole_although_it_has_fewer_steps() -> Non
 
     (changed,) = curve_changes(backend, reported)  # type: ignore[arg-type]
     assert [point.step for point in changed.points] == list(range(1, 11))
+
+
+def losses_of(owner: str) -> dict[str, float]:
+    """Return the losses that are among the metrics, by run."""
+    samples = [sample for family in RUN_LOSS.collect() for sample in family.samples]
+    return {s.labels["run"]: s.value for s in samples if s.labels["owner"] == owner}
+
+
+def test_the_last_loss_of_each_run_in_the_head_is_among_the_metrics() -> None:
+    curves = Curves()
+    runs = {name: curves.begin(name, "of-losses") for name in ("a", "b", "without a step")}
+    for loss, name in ((6.0, "a"), (9.0, "b"), (1.5, "a")):
+        runs[name].count_pass(a_batch(), {"loss:sum": loss})
+        runs[name].count_step(1, AdamParams(), 1.0)
+
+    assert losses_of("of-losses") == {"a": 0.5, "b": 3.0}
+    for name, run in runs.items():
+        curves.depart(name, run)
+    assert losses_of("of-losses") == {}
+
+
+def test_only_so_many_runs_of_a_head_have_a_loss_among_the_metrics() -> None:
+    curves = Curves()
+    runs = {str(number): curves.begin(str(number), "many") for number in range(MAX_RUNS + 2)}
+    for run in runs.values():
+        run.count_pass(a_batch(), {"loss:sum": 1.0})
+        run.count_step(1, AdamParams(), 1.0)
+
+    assert len(losses_of("many")) == MAX_RUNS
+    for name, run in runs.items():
+        curves.depart(name, run)

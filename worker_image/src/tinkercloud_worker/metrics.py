@@ -32,6 +32,13 @@ OWNER_WAIT_SECONDS = Counter(
 OWNER_REQUESTS = Counter(
     "tinkercloud_owner_requests", "Number of requests of an owner that had their turn", ["owner"]
 )
+RUN_LOSS = Gauge(
+    "tinkercloud_run_loss",
+    "Loss of the last step of a training run in this head, as the console shows it",
+    ["owner", "run"],
+)
+MAX_RUNS = 200
+"""Runs of a head with series of their own."""
 FIRST_TOKEN_SECONDS = Histogram(
     "tinkercloud_first_token_seconds",
     "Time to the first token of a chat or completion request, in seconds; own sampler only",

@@ -104,6 +104,9 @@ def _shares(wanted: "Wanted", gpu_price: float | None) -> str:
     shares = f"\n{each} GPUs for each session"
     if gpu_price is not None:
         shares += f", at {gpu_price * each:.2f} an hour"
+    shares += (
+        f"\nhost and disk are those of one session: {wanted.sessions} sessions need as much each"
+    )
     if used < count:
         shares += (
             f"\n{count - used} of {count} GPUs stay unused: each session has an equal part of a"

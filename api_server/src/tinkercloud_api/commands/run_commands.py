@@ -40,8 +40,9 @@ app = typer.Typer(
 
 _COLUMNS = [
     *("run", "owner", "project", "name", "model", "step", "loss", "tokens/min", "state", "queue"),
-    *("age", "last seen"),
+    *("age", "last seen", "why"),
 ]
+"""The last one: why it waits, or is in its state."""
 _CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
 _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
 _TIMELINE_COLUMNS = [
@@ -122,7 +123,11 @@ def list_runs(
         typer.Option(help="List those whose id, name, owner, model, project or metadata has it."),
     ] = "",
     status: Annotated[
-        str, typer.Option(help="List those that have ended, or all others: ended or open.")
+        str,
+        typer.Option(
+            help="List those in this state: open (not ended), live, running, idle, waiting,"
+            " suspended, 'on disk', dedicated, lost, ended or unknown."
+        ),
     ] = "",
     again: Watch = False,
     as_json: Json = False,
@@ -146,7 +151,8 @@ def list_runs(
             rows = [{**each, "loss": mean_text(each.get("loss"))} for each in found]
             show_csv(rows, list(RunInfo.model_fields))
             return
-        show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
+        rows = [{**_row(each), "why": _why(each)} for each in found]
+        show(found if as_json else rows, _COLUMNS, as_json=as_json)
 
     watch(draw, again=again)
 
@@ -166,6 +172,10 @@ def _row(run: dict[str, Any]) -> dict[str, object]:
         "age": age_of(run["created_at"]),
         "last seen": f"{age_of(run['last_seen_at'])} ago",
     }
+
+
+def _why(run: dict[str, Any]) -> str:
+    return str(run["queue_reason"] or run["reason"] or "")
 
 
 def age_of(moment: str) -> str:

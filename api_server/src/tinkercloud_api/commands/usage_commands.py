@@ -31,9 +31,14 @@ class By(StrEnum):
     DAY = "day"
     MODEL = "model"
     PROJECT = "project"
+    KEY = "key"
 
 
-_GROUPED: dict[object, tuple[str, ...]] = {By.MODEL: ("model_id",), By.PROJECT: ("project_id",)}
+_GROUPED: dict[object, tuple[str, ...]] = {
+    By.MODEL: ("model_id",),
+    By.PROJECT: ("project_id",),
+    By.KEY: ("key_id", "key_name"),
+}
 """Columns of CSV that rows have only if they sum up nothing else: a day is of all projects."""
 _FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
 _PAGE = 1000
@@ -117,7 +122,7 @@ def show_usage(
     if as_json:
         typer.echo(json.dumps(answer))
         return
-    _print(answer, str(by) if by in {By.MODEL, By.PROJECT} else "from (UTC)")
+    _print(answer, str(by) if by in _GROUPED else "from (UTC)")
 
 
 def _print(answer: dict[str, Any], what: str) -> None:
@@ -145,6 +150,7 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
     firsts = {
         "model": usage["model_id"] or "(base model)",
         "project": usage["project_id"] or "(none)",
+        "key": _key(usage),
     }
     return {
         what: firsts.get(what, moment(usage["starts_at"])),
@@ -153,6 +159,10 @@ def _row(usage: dict[str, Any], what: str) -> dict[str, str]:
         "engine": f"{usage['engine_seconds']:.1f} s",
         "base model": usage["base_model"],
     }
+
+
+def _key(usage: Mapping[str, Any]) -> str:
+    return "(unknown)" if usage["key_id"] is None else f"{usage['key_id']} {usage['key_name']}"
 
 
 def _limit(limit: dict[str, Any]) -> dict[str, str]:

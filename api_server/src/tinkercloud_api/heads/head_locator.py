@@ -15,7 +15,7 @@ servers resume the same run, neither can undo what was trained through the other
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 
 import aiohttp
 import structlog
@@ -95,9 +95,10 @@ class HeadLocator:
         endpoint = self._provider.find(run.placement)
         return endpoint if endpoint and endpoint.generation == run.generation else None
 
-    def is_placing(self, run_id: str) -> bool:
-        """Return whether requests wait until a run is on a head."""
-        return run_id in self._placing
+    @property
+    def placing(self) -> Set[str]:
+        """Runs of which requests wait until they are on a head."""
+        return self._placing.keys()
 
     def start_placing(self, row: TrainingRun) -> None:
         """Start placing a run without a head in the background; `head_of_run` waits for it."""

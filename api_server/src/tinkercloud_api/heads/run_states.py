@@ -1,10 +1,13 @@
 """Where the models of runs are, without waking any of them."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch
+from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import TrainingRun
+from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.known_runs import placement_of
@@ -12,12 +15,21 @@ from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import Placement, SessionProvider
 from tinkercloud_protocol.heads.journal_files import has_journal
 from tinkercloud_protocol.heads.launch import HeldModel
-from tinkercloud_protocol.responses.run_states import RunState
+from tinkercloud_protocol.responses.run_states import RunState, RunStatus
 from tinkercloud_protocol.wire.errors import Unavailable
 
 _CONCURRENT_READS = 16
+_READ_SECONDS = 10.0
+"""How long the store and the disks are asked for runs that no head has."""
+MOST_SEARCHED = 500
+"""Runs whose state is looked at to find those that have one, the last used first."""
+_HAS_ENDED: Mapping[str, bool] = {"open": False, "ended": True}
+"""The statuses that the catalog knows."""
+_OF_HEADS = {"live", "running", "idle", "waiting", "dedicated"}
+"""The statuses that only runs can have which a head has, or is to create."""
 _CONTINUES = "its next request continues it where it was"
 _LOST = "its session head stopped without saving it"
+_TOO_SLOW = f"the store or the disk that would have it has not responded within {_READ_SECONDS:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +44,55 @@ class Whereabouts:
     held: HeldModel | None = None
     """What its head says; None if no shared head has the model."""
 
+    def has(self, status: RunStatus) -> bool:
+        """Return whether a search for a status finds the run."""
+        if status == "waiting":
+            return self.state == "waiting" or self.queue_state not in {"idle", "running"}
+        if status in {"running", "idle"}:
+            in_memory = self.held is not None and not self.held.is_suspended
+            return in_memory and self.queue_state == status
+        return self.state == status
+
 
 @dataclass(frozen=True, slots=True)
 class RunStates:
     """Finds the models of runs."""
 
+    catalog: Catalog
     locator: HeadLocator
     checkpoints: Checkpoints
     provider: SessionProvider
     shared_heads: SharedHeads
+
+    async def search(
+        self, wanted: RunSearch, status: RunStatus | None, page: Page
+    ) -> tuple[list[tuple[TrainingRun, Whereabouts]], int]:
+        """Return the runs of a search that have a status, with their state, and their total number.
+
+        Of the statuses that the catalog does not know, it finds those of the `MOST_SEARCHED` runs
+        that were used last. Runs of a head that does not respond are `live`, as no request of
+        theirs is known to wait; those that no head has are `unknown` while the store or their disk
+        does not respond.
+
+        Args:
+            wanted: what the runs have in common otherwise.
+            status: their status; None for any.
+            page: page to return, the last used first, and ended ones last.
+        """
+        if status is None or status in _HAS_ENDED:
+            has_ended = None if status is None else _HAS_ENDED[status]
+            rows, total = await self.catalog.runs_by_use(replace(wanted, has_ended=has_ended), page)
+            return list(zip(rows, await self.of(rows), strict=True)), total
+        heads = self._heads() if status in _OF_HEADS else None
+        candidates = replace(wanted, has_ended=False, heads=heads)
+        rows, _ = await self.catalog.runs_by_use(candidates, Page(0, MOST_SEARCHED))
+        places = await self.of(rows)
+        found = [each for each in zip(rows, places, strict=True) if each[1].has(status)]
+        return found[page.offset : page.offset + page.limit], len(found)
+
+    def _heads(self) -> Heads:
+        generations = {head.generation for head in self.provider.shared_heads()}
+        return Heads(generations, {*self.provider.runs(), *self.locator.placing})
 
     async def of(self, rows: Sequence[TrainingRun]) -> list[Whereabouts]:
         """Return where the model of each run is."""
@@ -48,15 +100,16 @@ class RunStates:
         held = await self.shared_heads.models() if exists else {}
         placed = frozenset(self.provider.runs()) if exists else frozenset()
         limit = asyncio.Semaphore(_CONCURRENT_READS)
+        until = asyncio.get_running_loop().time() + _READ_SECONDS
 
         async def find(row: TrainingRun) -> Whereabouts:
             async with limit:
-                return await self._find(row, held.get(row.id), is_placed=row.id in placed)
+                return await self._find(row, held.get(row.id), until, is_placed=row.id in placed)
 
         return await asyncio.gather(*[find(row) for row in rows])
 
     async def _find(
-        self, row: TrainingRun, held: HeldModel | None, *, is_placed: bool
+        self, row: TrainingRun, held: HeldModel | None, until: float, *, is_placed: bool
     ) -> Whereabouts:
         if row.deleted_at is not None:
             return Whereabouts("ended")
@@ -75,11 +128,14 @@ class RunStates:
             return Whereabouts("waiting", waits.reason, waits.queue_state, waits.reason)
         placement = placement_of(row)
         if self.provider.has_own_head(placement):
-            return Whereabouts("dedicated", self.provider.pending(placement).reason)
+            return self._placed("dedicated", placement)
         try:
-            return await self._unheld(row, row.generation, is_placed=is_placed)
+            async with asyncio.timeout_at(until):
+                return await self._unheld(row, row.generation, is_placed=is_placed)
         except Unavailable as error:
             return Whereabouts("unknown", error.message)
+        except TimeoutError:
+            return Whereabouts("unknown", _TOO_SLOW)
 
     async def _unheld(self, row: TrainingRun, generation: str, *, is_placed: bool) -> Whereabouts:
         """Return where the model of a run is that no head has reported."""
@@ -91,7 +147,7 @@ class RunStates:
             return self._away(row.id, placement, Whereabouts("suspended", step=state.step))
         if is_placed:
             # On a cluster of a pool, whose head another API server uses.
-            return Whereabouts("live", self.provider.pending(placement).reason)
+            return self._placed("live", placement)
         journals, unsaved = self.provider.journals(placement), self.provider.unsaved(placement)
         if (
             await asyncio.to_thread(has_journal, journals, row.id, generation)
@@ -101,6 +157,13 @@ class RunStates:
             return self._away(row.id, placement, Whereabouts("on disk", _CONTINUES))
         return Whereabouts("lost", _LOST)
 
+    def _placed(self, state: RunState, placement: Placement) -> Whereabouts:
+        """Return what is known of a run with a place on a head that says nothing to this server."""
+        waits = self.provider.pending(placement).reason
+        if placement.target not in self.locator.placing:
+            return Whereabouts(state, waits)
+        return Whereabouts(state, waits, "waiting", waits)
+
     def _away(self, run_id: str, placement: Placement, idle: Whereabouts) -> Whereabouts:
         """Return what is known of a run that a head continues with its next request.
 
@@ -109,7 +172,7 @@ class RunStates:
             placement: where it is placed.
             idle: what is known if no request waits for it.
         """
-        if not self.locator.is_placing(run_id):
+        if run_id not in self.locator.placing:
             return idle
         waits = self.provider.pending(placement).reason
         reason = f"{waits}; then it continues"

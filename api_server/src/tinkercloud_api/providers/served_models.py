@@ -26,6 +26,7 @@ def served_model(spec: BaseModelSpec, models_dir: Path | None) -> ServedModel:
         local_path=str(folder) if folder is not None else None,
         tokenizer=spec.tokenizer or spec.model_name,
         reads_images=folder is not None and _serves_images(spec) and reads_images(folder),
+        max_lora_rank=spec.limits.max_lora_rank,
     )
 
 

@@ -86,6 +86,7 @@ def session_of(session_id: str, principal: Principal, client: str = _CLIENT) -> 
         sdk_version=client,
         display_name=None,
         project_id=None,
+        key_id=principal.key_id,
         tags=[],
         user_metadata={},
     )

@@ -20,6 +20,7 @@ from tinkercloud_api.providers.base import (
 from tinkercloud_api.providers.model_names import is_of, model_of
 from tinkercloud_api.providers.session_options import SessionOptions, collect_options
 from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.training_requests import (
     CreateModelRequest,
     LoadWeightsRequest,
@@ -64,8 +65,8 @@ class TrainingRuns:
 
         Raises:
             NotFound: the session does not exist for this principal.
-            InvalidRequest: the base model is not served, the client announces more than the server
-                accepts, or the id is already used by another run.
+            InvalidRequest: the base model is not served, the rank is too high, the client announces
+                more than the server accepts, or the id is already used by another run.
         """
         base_model = self.served_for(request).name
         spec = ModelSpec(
@@ -85,7 +86,8 @@ class TrainingRuns:
 
         Raises:
             NotFound: the session or the checkpoint does not exist for this principal.
-            InvalidRequest: the base model differs or is not served, or the id is already used.
+            InvalidRequest: the base model differs or is not served, the rank of the adapter is too
+                high, or the id is already used.
         """
         path = CheckpointPath.parse(request.path)
         path.require_loadable()
@@ -104,7 +106,7 @@ class TrainingRuns:
                 f" the optimizer state of {manifest.optimizer.type!r}, which this call restores"
                 " (optimizer is true); omit optimizer_config, or load without the optimizer"
             )
-        self.served(manifest.base_model)
+        _check_rank(manifest.lora, self.served(manifest.base_model))
         optimizer = request.optimizer_config or OptimizerConfig()
         spec = ModelSpec(
             owner=principal.owner,
@@ -179,9 +181,11 @@ class TrainingRuns:
         """Return the base model of a new run.
 
         Raises:
-            InvalidRequest: it is not served, or the client announces more than the server accepts.
+            InvalidRequest: it is not served, the rank of the adapter is too high, or the client
+                announces more than the server accepts.
         """
         served = self.served(request.base_model)
+        _check_rank(request.lora_config, served)
         _check_sizes(request, served)
         return served
 
@@ -226,6 +230,20 @@ class TrainingRuns:
         runs = await self.catalog.runs_of_session(session_id)
         samplers = await self.catalog.samplers_of_session(session_id)
         await self.locator.deleted.release(runs, samplers)
+
+
+def _check_rank(lora: LoraConfig | None, served: ServedModel) -> None:
+    """Check the rank of a new run's adapter.
+
+    Raises:
+        InvalidRequest: it is too high.
+    """
+    most = served.max_lora_rank
+    if lora is not None and most is not None and lora.rank > most:
+        raise InvalidRequest(
+            f"lora_config.rank: got {lora.rank}, but {served.name!r} accepts at most {most}"
+            " (limits.max_lora_rank); use a lower rank"
+        )
 
 
 def _check_sizes(request: CreateModelRequest, served: ServedModel) -> None:

@@ -252,7 +252,7 @@ async def _components(
         downloads=await _downloads(settings, catalog, checkpoints, objects),
         locator=locator,
         training_runs=training_runs,
-        runs=Runs(RunStates(locator, checkpoints, provider, shared_heads), training_runs),
+        runs=Runs(RunStates(catalog, locator, checkpoints, provider, shared_heads), training_runs),
         proxy=proxy,
         deliveries=Deliveries(checkpoints.deferred, locator, provider, proxy, tenants),
         activity=activity,

@@ -15,14 +15,13 @@ class Checked:
     """Pydantic validation of an external value: its exact type and its bounds."""
 
     ge: float | None = None
-    le: float | None = None
     lt: float | None = None
 
     def __get_pydantic_core_schema__(
         self, source: object, handler: Callable[[object], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the schema of the type, made strict, with the bounds there are."""
-        bounds = {"ge": self.ge, "le": self.le, "lt": self.lt}
+        bounds = {"ge": self.ge, "lt": self.lt}
         given = {name: bound for name, bound in bounds.items() if bound is not None}
         return {**handler(source), **given, "strict": True}
 
@@ -46,7 +45,8 @@ class LoraConfig:
 
     __pydantic_config__: ClassVar = _LIKE_WIRE_MODELS
 
-    rank: Annotated[int, Checked(ge=1, le=1024)]
+    rank: Annotated[int, Checked(ge=1)]
+    """At most what the server allows for the base model: `limits.max_lora_rank`, by default 256."""
     seed: Annotated[int, Checked(ge=0, lt=2**63)] | None = None
     """Seed of the initial weights; absent means a random seed."""
     train_unembed: Flag = True

@@ -19,6 +19,14 @@ created yet. `lost`: its head stopped without saving it. `ended`: deleted by its
 `unknown`: the store or disk that would have it does not respond.
 """
 
+RunStatus = Literal["open", RunState, "running", "idle"]
+"""What runs are searched by: where their models are, or what their requests wait for.
+
+`open`: all that have not ended. `running`: a request is computed, and `idle`: there is none, for
+models in the memory of a session head. `waiting`: those that are not created yet, and those whose
+next request waits, for whatever reason; the others are as `RunState` says.
+"""
+
 
 class CurveMetric(Answer):
     """A metric in some successive optimizer steps."""

@@ -347,10 +347,8 @@ async def test_a_project_that_is_deleted_never_has_a_session_that_is_created_at_
         assert (await catalog.session(f"s{number}") is not None) is is_kept
 
 
-async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catalog) -> None:
-    await catalog.add_project("p", "P", "ann")
-    await catalog.add_session(a_session("s", "ann", "p"))
-    ledger = UsageLedger(engine)
+def usage_of_sessions(*names: str) -> UsageReport:
+    """Return a report of three tokens of ann in each of some sessions."""
     entries = [
         UsageEntry(
             hour=7,
@@ -360,13 +358,41 @@ async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catal
             trained_tokens=3,
             engine_seconds=0.5,
         )
-        for session in ("s", "gone")
+        for session in names
     ]
-    await ledger.record(UsageReport(generation="g", base_model="m", entries=entries))
+    return UsageReport(generation="g", base_model="m", entries=entries)
+
+
+async def test_usage_is_summed_up_by_project(engine: AsyncEngine, catalog: Catalog) -> None:
+    await catalog.add_project("p", "P", "ann")
+    await catalog.add_session(a_session("s", "ann", "p"))
+    ledger = UsageLedger(engine)
+    await ledger.record(usage_of_sessions("s", "gone"))
 
     rows = await ledger.totals(UsageQuery("project", "ann"), PAGE)
 
     assert {row.project_id: row.amounts["trained_tokens"] for row in rows} == {"p": 3, None: 3}
+
+
+async def test_usage_is_summed_up_by_the_keys_that_created_the_sessions(
+    engine: AsyncEngine, catalog: Catalog
+) -> None:
+    ids = {}
+    for key, sessions in (("ci", ("s0", "s1")), ("laptop", ("s2",))):
+        row = await catalog.add_key(key_hash=key, name=key, owner="ann", role=Role.USER)
+        ids[key] = row.id
+        for name in sessions:
+            session = a_session(name, "ann", None)
+            session.key_id = row.id
+            await catalog.add_session(session)
+    await catalog.revoke_key(ids["ci"])
+    ledger = UsageLedger(engine)
+    await ledger.record(usage_of_sessions("s0", "s1", "s2", "gone"))
+
+    rows = await ledger.totals(UsageQuery("key", "ann"), PAGE)
+
+    counted = {(row.key_id, row.key_name): row.amounts["trained_tokens"] for row in rows}
+    assert counted == {(ids["ci"], "ci"): 6, (ids["laptop"], "laptop"): 3, (None, None): 3}
 
 
 async def test_a_disabled_owner_a_removed_member_and_a_revoked_key_are_refused_by_every_replica(
@@ -397,6 +423,9 @@ async def test_a_disabled_owner_a_removed_member_and_a_revoked_key_are_refused_b
     await catalog.delete_project("p")
     assert [(await each.principal(key)).projects for each in replicas] == [{}] * 2
     await catalog.set_disabled("bob", now())
+    disabled = await catalog.user_summary("bob")
+    assert disabled is not None
+    assert disabled.keys == 0
     for replica in replicas:
         with pytest.raises(Unauthenticated, match="is disabled"):
             await replica.principal(key)

@@ -5,11 +5,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from tinkercloud_api.catalog.access.visibility import Visibility
-from tinkercloud_api.catalog.runs.run_search import RunSearch
+from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
+
+ME = Visibility("me")
 
 
 @pytest.fixture
@@ -65,18 +67,38 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
 async def test_a_search_finds_the_runs_that_contain_a_text(
     text: str, found: list[str], catalog: Catalog
 ) -> None:
-    listed, total = await catalog.runs_by_use(RunSearch(Visibility("me"), text), Page(0, 10))
+    listed, total = await catalog.runs_by_use(RunSearch(ME, text), Page(0, 10))
 
     assert sorted(run.id for run in listed) == found
     assert total == len(found)
 
 
 async def test_a_search_finds_the_runs_that_have_ended_or_the_others(catalog: Catalog) -> None:
-    ended, _ = await catalog.runs_by_use(RunSearch(Visibility("me"), "", "ended"), Page(0, 10))
-    others, _ = await catalog.runs_by_use(RunSearch(Visibility("me"), "", "open"), Page(0, 10))
+    ended, _ = await catalog.runs_by_use(RunSearch(ME, has_ended=True), Page(0, 10))
+    others, _ = await catalog.runs_by_use(RunSearch(ME, has_ended=False), Page(0, 10))
 
     assert [run.id for run in ended] == ["run-1"]
     assert sorted(run.id for run in others) == ["run-0", "run-2"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "found"),
+    [
+        (Heads(set(), set()), ["run-new"]),
+        (Heads({"g"}, set()), ["run-0", "run-2", "run-new"]),
+        (Heads({"h"}, {"run-2"}), ["run-2", "run-new"]),
+    ],
+)
+async def test_a_search_finds_the_runs_that_some_heads_may_have_or_create(
+    heads: Heads, found: list[str], catalog: Catalog
+) -> None:
+    new = TrainingRun(id="run-new", session_id="session-0", owner="me", base_model="t", spec={})
+    await catalog.add_run(new)
+
+    search = RunSearch(ME, has_ended=False, heads=heads)
+    listed, total = await catalog.runs_by_use(search, Page(0, 10))
+
+    assert (sorted(run.id for run in listed), total) == (found, len(found))
 
 
 async def test_a_search_finds_no_runs_of_others(catalog: Catalog) -> None:

@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
 from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.engine.batch import Batch
+from tinkercloud_worker.metrics import MAX_RUNS, RUN_LOSS
 
 _DEPARTED = 32
 """Models that have left the head whose last steps can still be reported."""
@@ -44,11 +46,11 @@ class StoredCurve(BaseModel):
 class RunCurve:
     """The curve of one model. Belongs to one event loop."""
 
-    def __init__(self, on_step: Callable[[], None]) -> None:
+    def __init__(self, on_step: Callable[[Mapping[str, float]], None]) -> None:
         """Create an empty curve.
 
         Args:
-            on_step: called after each step.
+            on_step: called after each step, with what it reports.
         """
         self.curve = Curve()
         self._on_step = on_step
@@ -88,7 +90,7 @@ class RunCurve:
         if passes.examples:
             values["kl"] = passes.kl / passes.examples
         self.curve.add(step, datetime.now(UTC), values)
-        self._on_step()
+        self._on_step(values)
 
     def drop_passes(self) -> None:
         """Forget the passes since the last step, whose gradient was dropped."""
@@ -124,12 +126,14 @@ class Curves:
     def __init__(self) -> None:
         self._here: dict[str, RunCurve] = {}
         self._departed: OrderedDict[str, RunCurve] = OrderedDict()
+        self._exported: dict[str, str] = {}
+        """Owners of the models whose losses are among the metrics, by model."""
         self._listeners: list[Callable[[], None]] = []
 
-    def begin(self, name: str) -> RunCurve:
+    def begin(self, name: str, owner: str) -> RunCurve:
         """Return the new curve of a model that the head creates or restores."""
         self._departed.pop(name, None)
-        self._here[name] = curve = RunCurve(self._notify)
+        self._here[name] = curve = RunCurve(partial(self._stepped, name, owner))
         return curve
 
     def depart(self, name: str, curve: RunCurve) -> None:
@@ -137,6 +141,8 @@ class Curves:
         if self._here.get(name) is not curve:
             return
         del self._here[name]
+        if (owner := self._exported.pop(name, None)) is not None:
+            RUN_LOSS.remove(owner, name)
         self._departed[name] = curve
         if len(self._departed) > _DEPARTED:
             self._departed.popitem(last=False)
@@ -146,7 +152,10 @@ class Curves:
         for name, each in (*self._here.items(), *self._departed.items()):
             yield name, each.curve
 
-    def _notify(self) -> None:
+    def _stepped(self, name: str, owner: str, values: Mapping[str, float]) -> None:
+        if "loss" in values and (name in self._exported or len(self._exported) < MAX_RUNS):
+            self._exported[name] = owner
+            RUN_LOSS.labels(owner, name).set(values["loss"])
         for notify in self._listeners:
             notify()
 

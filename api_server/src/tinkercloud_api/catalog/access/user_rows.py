@@ -26,7 +26,7 @@ class UserSummary:
     is_linked: bool
     """Whether an OpenID account logs in as this owner."""
     keys: int
-    """Number of keys that are neither revoked nor expired."""
+    """Number of keys that servers accept: none of an owner who is disabled."""
     last_used_at: datetime | None
     projects: int
 
@@ -199,14 +199,15 @@ class UserStatements(Statements):
         found = []
         for name in sorted(listed):
             row, (valid, used) = entries.get(name), of_keys.get(name, (0, None))
+            disabled_at = row.disabled_at if row is not None else None
             found.append(
                 UserSummary(
                     name=name,
                     role=row.role if row is not None else None,
                     created_at=row.created_at if row is not None else None,
-                    disabled_at=row.disabled_at if row is not None else None,
+                    disabled_at=disabled_at,
                     is_linked=row is not None and row.subject is not None,
-                    keys=valid,
+                    keys=valid if disabled_at is None else 0,
                     last_used_at=used,
                     projects=of_projects.get(name, 0),
                 )

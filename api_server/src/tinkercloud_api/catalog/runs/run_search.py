@@ -1,13 +1,23 @@
 """The query that finds runs by what people remember of them."""
 
 import json
+from collections.abc import Set
 from dataclasses import dataclass
-from typing import Literal
 
 from sqlalchemy import ColumnElement, Select, String, and_, cast, or_, select
 
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.schema.tables import STORED, Project, Session, TrainingRun
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The running heads that a server uses."""
+
+    generations: Set[str]
+    """Generations of those that are shared by many runs."""
+    runs: Set[str]
+    """Ids of runs that have a place on a head, or get one now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +27,10 @@ class RunSearch:
     visible: Visibility
     text: str = ""
     """What the id, owner, base model, name, project or metadata of a run contains, in any case."""
-    status: Literal["open", "ended"] | None = None
+    has_ended: bool | None = None
     """Whether they have ended; None for all."""
+    heads: Heads | None = None
+    """Those that these heads may have or create; None for all."""
 
 
 def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
@@ -29,8 +41,15 @@ def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
     )
     if search.text:
         query = query.where(_contains(search.text))
-    if search.status is not None:
-        query = query.where(is_deleted if search.status == "ended" else ~is_deleted)
+    if search.has_ended is not None:
+        query = query.where(is_deleted if search.has_ended else ~is_deleted)
+    if search.heads is not None:
+        of_heads = (
+            TrainingRun.generation.is_(None),
+            TrainingRun.generation.in_(search.heads.generations),
+            TrainingRun.id.in_(search.heads.runs),
+        )
+        query = query.where(or_(*of_heads))
     return query.order_by(is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
 
 

@@ -203,6 +203,8 @@ class Session(Table):
     display_name: Mapped[str | None]
     project_id: Mapped[str | None] = mapped_column(index=True)
     """The project, or the id of one that was deleted."""
+    key_id: Mapped[int | None]
+    """The API key that created it; None if no request did, or before this was recorded."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, str]]
     project: Mapped[str | None] = column_property(

@@ -4,7 +4,7 @@ Rows have totals, keyed by the generation of the head, and never decrease. A rep
 repeated, or recorded by several servers, therefore changes nothing that is already known.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -13,11 +13,11 @@ from sqlalchemy import Table as SqlTable
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Page, Statements
-from tinkercloud_api.catalog.schema.tables import Session, UsageHour
+from tinkercloud_api.catalog.schema.tables import ApiKey, Session, UsageHour
 from tinkercloud_api.config import api_metrics
 from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 
-Grouping = Literal["hour", "day", "model", "project"]
+Grouping = Literal["hour", "day", "model", "project", "key"]
 Values = dict[str, Any]
 
 _KEY = (
@@ -68,6 +68,10 @@ class UsageTotal:
     """The hour after the last one of the group."""
     amounts: dict[str, int | float]
     """By the names of the columns."""
+    key_id: int | None = None
+    """The key that created the sessions of the group; None if the group includes those of all keys,
+    or sessions whose key is not known."""
+    key_name: str | None = None
 
 
 class UsageLedger(Statements):
@@ -112,12 +116,11 @@ class UsageLedger(Statements):
 
     async def totals(self, query: UsageQuery, page: Page) -> Sequence[UsageTotal]:
         """Return sums, the latest first."""
-        third = _third(query.by)
-        group = (UsageHour.owner, UsageHour.base_model, third)
+        group = (UsageHour.owner, UsageHour.base_model, _third(query.by))
         first, last = func.min(UsageHour.hour), func.max(UsageHour.hour)
         sums = [func.sum(column).label(column.key) for column in _AMOUNTS]
         selected = select(*group, first, last, *sums).group_by(*group)
-        if query.by == "project":
+        if query.by in {"project", "key"}:
             selected = selected.join(Session, Session.id == UsageHour.session_id, isouter=True)
         if query.owner is not None:
             selected = selected.where(UsageHour.owner == query.owner)
@@ -127,8 +130,13 @@ class UsageLedger(Statements):
             selected = selected.where(UsageHour.hour < query.until)
         ordered = selected.order_by(last.desc(), *group).offset(page.offset).limit(page.limit)
         async with self._reading() as db:
-            rows = (await db.execute(ordered)).all()
-        return [_total(query.by, tuple(row)) for row in rows]
+            rows = [tuple(row) for row in await db.execute(ordered)]
+            names: dict[int, str] = {}
+            if query.by == "key":
+                ids = [row[2] for row in rows if row[2] is not None]
+                named = await db.execute(select(ApiKey.id, ApiKey.name).where(ApiKey.id.in_(ids)))
+                names = {row.id: row.name for row in named}
+        return [_total(query.by, row, names) for row in rows]
 
 
 _SET = (
@@ -159,13 +167,22 @@ def _third(by: Grouping) -> ColumnElement[Any]:
             return UsageHour.model_id.expression
         case "project":
             return Session.project_id.expression
+        case "key":
+            return Session.key_id.expression
         case "day":
             return UsageHour.hour - UsageHour.hour % 24
         case "hour":
             return UsageHour.hour.expression
 
 
-def _total(by: Grouping, row: tuple[Any, ...]) -> UsageTotal:
+def _total(by: Grouping, row: tuple[Any, ...], names: Mapping[int, str]) -> UsageTotal:
+    """Return the sum of a group.
+
+    Args:
+        by: what else than owner and base model it is grouped by.
+        row: these three, the first and the last hour, and the sums.
+        names: names of keys by their ids.
+    """
     owner, base_model, third, first, last, *sums = row
     model_id = third if by == "model" else None
     project_id = third if by == "project" else None
@@ -175,4 +192,15 @@ def _total(by: Grouping, row: tuple[Any, ...]) -> UsageTotal:
         name: float(total) if name == "engine_seconds" else int(total)
         for name, total in zip(_AMOUNT_NAMES, sums, strict=True)
     }
-    return UsageTotal(owner, base_model, model_id, project_id, first, last + 1, amounts)
+    key_id = third if by == "key" else None
+    return UsageTotal(
+        owner,
+        base_model,
+        model_id,
+        project_id,
+        first,
+        last + 1,
+        amounts,
+        key_id=key_id,
+        key_name=names.get(key_id) if key_id is not None else None,
+    )

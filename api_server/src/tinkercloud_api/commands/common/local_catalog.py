@@ -5,7 +5,7 @@ import getpass
 import os
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -45,14 +45,17 @@ class Change:
 
 
 def with_catalog(state_dir: Path | None, work: Callable[["Catalog"], Awaitable[T]]) -> T:
-    """Apply a function to the catalog, and print on standard error which catalog was used."""
-    return _with_catalog(state_dir, lambda catalog, _log: work(catalog))
+    """Apply a function that only reads to the catalog, and print on standard error which it was.
+
+    Exits with an error if there is none.
+    """
+    return _reading(state_dir, lambda catalog, _log: work(catalog))
 
 
 def change_catalog(
     state_dir: Path | None, change: Change, work: Callable[["Catalog"], Awaitable[T]]
 ) -> T:
-    """Apply a function that changes the catalog, as `with_catalog`, and record it.
+    """Apply a function that changes the catalog, which is created if there is none; record it.
 
     The entry of the audit log is written first, so that no change can happen without one. `work`
     returns None or False for a refusal.
@@ -77,7 +80,7 @@ def change_catalog(
             typer.echo(f"audit entry {entry.id} has no outcome: {error.message}", err=True)
         return result
 
-    return _with_catalog(state_dir, recorded)
+    return _with_catalog(read_settings(state_dir=state_dir), recorded)
 
 
 def check_owner(option: str, name: str) -> None:
@@ -103,7 +106,7 @@ def verify_audit_log(state_dir: Path | None, mark: "Mark | None") -> "Verdict":
         state_dir: the state folder; None means that of the settings.
         mark: an entry that it must contain.
     """
-    return _with_catalog(state_dir, lambda _catalog, log: log.verify(mark))
+    return _reading(state_dir, lambda _catalog, log: log.verify(mark))
 
 
 def export_audit_log(state_dir: Path | None, write: Callable[["AuditEntry"], object]) -> None:
@@ -113,7 +116,7 @@ def export_audit_log(state_dir: Path | None, write: Callable[["AuditEntry"], obj
         state_dir: the state folder; None means that of the settings.
         write: the function.
     """
-    _with_catalog(state_dir, lambda _catalog, log: log.export(write))
+    _reading(state_dir, lambda _catalog, log: log.export(write))
 
 
 def record_in_file(catalog: Path, change: Change, status: str) -> None:
@@ -166,9 +169,20 @@ def command_owner() -> str:
         return f"command:{os.getuid()}"
 
 
-def _with_catalog(
-    state_dir: Path | None, work: Callable[["Catalog", "AuditLog"], Awaitable[T]]
-) -> T:
+def _reading(state_dir: Path | None, work: Callable[["Catalog", "AuditLog"], Awaitable[T]]) -> T:
+    settings = read_settings(state_dir=state_dir)
+    folder = settings.state_dir.absolute()
+    # A folder that is not accessible is named by what opens it.
+    with suppress(PermissionError):
+        if settings.database_url is None and not (folder / "catalog.db").exists():
+            fail(
+                f"there is no catalog in {folder}: no server has used this folder; name that of"
+                " your server with --state-dir"
+            )
+    return _with_catalog(settings, work)
+
+
+def _with_catalog(settings: "Settings", work: Callable[["Catalog", "AuditLog"], Awaitable[T]]) -> T:
     from sqlalchemy.exc import DBAPIError
 
     from tinkercloud_api.catalog.access.audit_log import AuditLog
@@ -181,8 +195,6 @@ def _with_catalog(
     from tinkercloud_api.catalog.store import Catalog
     from tinkercloud_api.config.state_folder import StateFolderError
     from tinkercloud_protocol.wire.errors import Unavailable
-
-    settings = read_settings(state_dir=state_dir)
 
     async def run() -> T:
         engine = open_database(settings.catalog_url)

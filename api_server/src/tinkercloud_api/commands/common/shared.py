@@ -209,7 +209,7 @@ def request(
     path: str,
     body: object = None,
 ) -> Any:  # noqa: ANN401 - any JSON
-    """Send a request to a path under /api/v1 and return the response, or exit with its error.
+    """Send a request to the server and return the response, or exit with its error.
 
     It says on standard error what it waits for, if that takes long.
 
@@ -217,7 +217,7 @@ def request(
         method: HTTP method.
         base_url: URL of the server; None means the running server of this machine.
         api_key: the caller's key.
-        path: path without /api/v1/.
+        path: path without /api/v1/, or with a slash at its start.
         body: a JSON value; a `Path` means the content of that file; None means no body.
     """
     url = server_url(base_url)
@@ -246,7 +246,7 @@ async def call(
         method: HTTP method.
         url: URL of the server.
         api_key: the caller's key.
-        path: path without /api/v1/.
+        path: as of `request`.
         body: as of `request`.
         patience: seconds without a byte of the response until the server counts as away.
 
@@ -256,7 +256,8 @@ async def call(
     """
     import aiohttp
 
-    headers, target = {"X-API-Key": api_key}, f"{url}/api/v1/{path}"
+    headers = {"X-API-Key": api_key}
+    target = f"{url}{path}" if path.startswith("/") else f"{url}/api/v1/{path}"
     limits = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=patience)
     try:
         async with aiohttp.ClientSession(headers=headers, timeout=limits) as client:
@@ -297,5 +298,13 @@ async def _send(
         if response.status >= 400:
             may_answer_later = response.status == 429 or response.status >= 500
             kind = NoAnswerError if may_answer_later else CallError
-            raise kind(f"{response.status}: {content.get('detail', response.reason)}")
+            raise kind(f"{response.status}: {_refusal(content) or response.reason}")
         return content
+
+
+def _refusal(content: dict[str, Any]) -> str | None:
+    """Return what an error of a server says; None if it is none of this API, or of OpenAI's."""
+    error = content.get("error")
+    of_openai = error.get("message") if isinstance(error, dict) else None
+    said: str | None = content.get("detail", of_openai)
+    return said

@@ -1,1 +1,1 @@
-"""Commands about runs that need more than a request: a live view of all, export of curves."""
+"""Commands about runs that need more than a request: a live view, exports, questions to models."""

@@ -107,6 +107,8 @@ class LocalHead:
         self._is_removed = False
         self._backoff = Backoff()
         self._started_at = time.monotonic()
+        self._is_awaited = False
+        """Whether the last process has ended, and the next one has not started."""
         self._weight_bytes = weight_bytes(Path(model.local_path)) if model.local_path else 0
         self.unsaved = self._folder.path / "unsaved"
         """Folder for suspended runs that the head could not upload to the checkpoint store."""
@@ -172,6 +174,7 @@ class LocalHead:
             return await self._start_once()
 
     async def _start_once(self) -> HeadEndpoint:
+        self._started_at, self._is_awaited = time.monotonic(), True
         token, generation = secrets.token_urlsafe(32), secrets.token_hex(8)
         self._folder.write_secret("token", token)
         with socket.socket() as listener:
@@ -181,11 +184,11 @@ class LocalHead:
             config = self._config(generation, listener.fileno())
             (self._folder.path / "config.json").write_text(config.model_dump_json(indent=2))
             self._process = await self._spawn(listener.fileno())
+            self._is_awaited = False
         endpoint = HeadEndpoint(url, token, generation)
         log.info(
             "session head started; loading the model", model=self._model.name, pid=self._process.pid
         )
-        self._started_at = time.monotonic()
         async with _reporting(self._model.name, "the model is loading", self.progress):
             await self._wait_until_ready(endpoint, self._process)
         await self._check_protocol(endpoint, self._process)
@@ -305,8 +308,10 @@ class LocalHead:
 
     def progress(self) -> str:
         """Describe how far the head is that loads."""
-        pid = self._process.pid if self._process is not None else None
         seconds = time.monotonic() - self._started_at
+        if self._is_awaited:
+            return describe(seconds, None, self._weight_bytes, None)
+        pid = self._process.pid if self._process is not None else None
         return describe(seconds, pid, self._weight_bytes, self._folder.progress())
 
     async def adopt(self) -> None:
@@ -363,6 +368,7 @@ class LocalHead:
                 generation=endpoint.generation,
             )
         self.endpoint = None
+        self._started_at, self._is_awaited = time.monotonic(), True
         self.newly_ended.append(endpoint.generation)
 
     async def _get(self, endpoint: HeadEndpoint, path: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -56,7 +57,8 @@ class LocalProvider(SessionProvider):
             assert client is not None and record_report is not None  # noqa: S101, PT018 - `start`
             head = LocalHead(model, self._settings, client, record_report)
             await head.adopt()
-            self._models[model.name], self._heads[model.name] = model, head
+            limited = replace(model, max_lora_rank=self._settings.limits.max_lora_rank)
+            self._models[model.name], self._heads[model.name] = limited, head
         if self._settings.preload:
             head.begin_start()
 

@@ -47,11 +47,23 @@ async def _usage(session_ids: Sequence[str], server: Server) -> list[SessionUsag
     runs = await server.catalog.runs_of_sessions(session_ids)
     held = await server.shared_heads.models()
     unheld = [run for run in runs if run.deleted_at is None and run.id not in held]
-    places = zip(unheld, await server.runs.states.of(unheld), strict=True)
-    held = held | {
-        run.id: HeldModel(model_id=run.id, is_suspended=True, step=place.step)
-        for run, place in places
+    states = await server.runs.states.of(unheld)
+    away = {
+        run.id: place
+        for run, place in zip(unheld, states, strict=True)
         if place.state in {"suspended", "on disk"}
+    }
+    # Nothing is known of a run on disk but what it has reported last.
+    reported = await server.points.last_points(
+        [run_id for run_id, place in away.items() if place.step is None]
+    )
+    held = held | {
+        run_id: HeldModel(
+            model_id=run_id,
+            is_suspended=True,
+            step=reported[run_id].step if run_id in reported else place.step,
+        )
+        for run_id, place in away.items()
     }
     return [
         _describe(session, [run for run in runs if run.session_id == session.id], held)

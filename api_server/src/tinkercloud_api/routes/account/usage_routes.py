@@ -38,7 +38,7 @@ async def show_usage(  # noqa: PLR0917 - query parameters
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> UsageList:
-    """List what was used, the latest first: in each hour or day (UTC), or of each model.
+    """List what was used, the latest first: in each hour or day (UTC), or by model, project or key.
 
     `since` and `until` select whole hours: those that end after `since` and start before `until`.
     """
@@ -111,6 +111,8 @@ def _describe(total: UsageTotal) -> OwnerUsage:
             "base_model": total.base_model,
             "model_id": total.model_id or None,
             "project_id": total.project_id,
+            "key_id": total.key_id,
+            "key_name": total.key_name,
             "starts_at": start_of(total.first_hour),
             "ends_at": start_of(total.end_hour),
             **total.amounts,

@@ -55,7 +55,7 @@ class UserInfo(BaseModel):
     has_login: bool
     """Whether an OpenID account logs in as this owner."""
     keys: int
-    """Number of keys that are neither revoked nor expired."""
+    """Number of keys that servers accept: none of an owner who is disabled."""
     projects: int
     """Number of projects in which it is a member itself."""
     runs: int

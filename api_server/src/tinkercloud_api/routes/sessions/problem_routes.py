@@ -38,8 +38,8 @@ async def list_problems(server: Server, caller: Caller) -> ProblemList:
     found += _of_models(models)
     found += _of_quota(caller.owner, await server.quotas.of(caller.owner))
     visible = caller.visible("accessible")
-    rows, _ = await server.catalog.runs_by_use(RunSearch(visible), Page(0, _MAX_RUNS))
-    for row, place in zip(rows, await server.runs.states.of(rows), strict=True):
+    runs, _ = await server.runs.states.search(RunSearch(visible), None, Page(0, _MAX_RUNS))
+    for row, place in runs:
         found += of_run(row, place, loading)
     return ProblemList(problems=found)
 

@@ -33,6 +33,7 @@ from tinkercloud_protocol.responses.run_states import (
     RunInfo,
     RunList,
     RunSaved,
+    RunStatus,
     RunStopped,
 )
 from tinkercloud_protocol.wire.errors import NotFound, StateLost
@@ -78,23 +79,27 @@ async def list_runs(  # noqa: PLR0917 - query parameters
     offset: Annotated[int, Query(ge=0, lt=1 << 63)] = 0,
     access_scope: Literal["owned", "accessible"] = "owned",
     search: Annotated[str, Query(max_length=256), Storable] = "",
-    status: Literal["open", "ended"] | None = None,
+    status: RunStatus | None = None,
 ) -> RunList:
     """List runs and how each is doing: the last used first, and those that have ended last.
 
     `search` selects those whose id, owner, base model, name, project or metadata contains a text.
-    `status` selects those that have ended, or all others.
+    `status` selects those in a state, or `open`, all that have not ended. `waiting` also finds runs
+    whose next request waits, and `running` and `idle` are of models in memory. States other than
+    `ended` are looked for in the 500 runs that were used last. Runs of a session head that does
+    not respond are `live`, and those of a store that does not are `unknown`.
     """
-    wanted = RunSearch(_visible(caller, owner, access_scope), search, status)
-    rows, total = await server.catalog.runs_by_use(wanted, Page(offset, limit))
-    return RunList(runs=await _infos(rows, server), total_count=total)
+    wanted = RunSearch(_visible(caller, owner, access_scope), search)
+    found, total = await server.runs.states.search(wanted, status, Page(offset, limit))
+    return RunList(runs=await _infos(found, server), total_count=total)
 
 
 @router.get("/runs/{run_id}")
 async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
     """Return how a run is doing, and the checkpoints from which it can continue."""
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
-    (info,) = await _infos([row], server)
+    (place,) = await server.runs.states.of([row])
+    (info,) = await _infos([(row, place)], server)
     found = await server.checkpoints.to_resume_from(run_id, _SHOWN_CHECKPOINTS)
     if info.state == "ended":
         last = (await server.points.last_points([run_id])).get(run_id)
@@ -208,14 +213,13 @@ def _visible(caller: Principal, owner: str | None, access_scope: str) -> Visibil
     return Visibility(owner) if owner != caller.owner else caller.visible("owned")
 
 
-async def _infos(rows: Sequence[TrainingRun], server: Context) -> list[RunInfo]:
-    found = await server.catalog.sessions_named([row.session_id for row in rows])
+async def _infos(runs: Sequence[tuple[TrainingRun, Whereabouts]], server: Context) -> list[RunInfo]:
+    found = await server.catalog.sessions_named([row.session_id for row, _ in runs])
     sessions, moment = {session.id: session for session in found}, now()
-    places = await server.runs.states.of(rows)
-    points = await server.points.last_points([row.id for row in rows])
+    points = await server.points.last_points([row.id for row, _ in runs])
     return [
         _info(row, sessions[row.session_id], place, points.get(row.id), moment)
-        for row, place in zip(rows, places, strict=True)
+        for row, place in runs
     ]
 
 

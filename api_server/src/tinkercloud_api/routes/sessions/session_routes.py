@@ -110,6 +110,7 @@ async def create_session(
         sdk_version=request.sdk_version,
         display_name=request.display_name,
         project_id=request.project_id,
+        key_id=caller.key_id,
         tags=request.tags,
         user_metadata=request.user_metadata,
     )
