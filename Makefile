@@ -159,11 +159,12 @@ generate: docs ## write all generated files: pages of docs/, custom resource def
 	@$(BIN)/python tools/charts.py
 	@$(BIN)/python tools/render_deploy.py
 
-check: lint type ## check style, types, and that generated files are up to date
+check: lint type ## check style, types, that generated files are up to date, and vendored ones those of npm
 	@$(BIN)/python tools/write_docs.py --check
 	@$(BIN)/python -m tinkercloud_crds.generate --check
 	@$(BIN)/python tools/charts.py --check
 	@$(BIN)/python tools/version.py --check
+	@$(BIN)/python tools/vendored.py
 
 packages: .venv/.installed ## build the wheels and source distributions of all packages in dist
 	@rm -rf dist

@@ -33,3 +33,4 @@ for image in api-server operator programs worker worker-cpu recipes; do
 done
 "$uv" tool run --quiet --python .venv/bin/python "pip-licenses@$PIP_LICENSES_VERSION" --python .venv/bin/python \
   --format csv --with-urls --packages "${packages[@]}" >"$out/licenses.csv"
+.venv/bin/python tools/vendored.py --licences >>"$out/licenses.csv"

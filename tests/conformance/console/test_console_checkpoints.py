@@ -151,5 +151,5 @@ def test_names_of_checkpoints_that_do_not_exist_are_refused(
             browser.get(f"{place}/{name}/archive"),
             browser.submit(f"{place}/{name}/publish"),
         ):
-            assert (answer.status_code, "<script" in answer.text) == (status, False), name
+            assert (answer.status_code, "<script>" in answer.text) == (status, False), name
             assert len(answer.text) < 3000

@@ -1,19 +1,26 @@
 """The playground of the console: what a base model and a checkpoint answer to one question."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from typer.testing import CliRunner
 
+from tinkercloud_api.cli import app
 from tinkercloud_testing.clients.console_browser import SCRIPT, Browser, read_only_browser, text
 from tinkercloud_testing.clients.sdk_steps import step
-from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
 from tinkercloud_testing.small_models.chat import CHAT_MODEL, a_chat_model
 
 PAGE = "/console/playground"
 QUESTION = {"base_model": CHAT_MODEL, "prompt": "What?", "max_tokens": "6", "seed": "5"}
+
+LOGPROB = re.compile(r'"\s+(-?[\d.e-]+)\s*$', re.MULTILINE)
+"""A logprob in the table of a command."""
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +58,12 @@ def logprobs_of(page: str) -> list[list[float]]:
     return [[float(each) for each in re.findall(r'<span title="(.*?)">', part)] for part in parts]
 
 
+def command_of(page: httpx.Response) -> str:
+    """Return the command in the foot of a page."""
+    (command,) = re.findall(r"in a terminal: <code>(.*?)</code>", text(page))
+    return str(command)
+
+
 def test_a_base_model_and_a_checkpoint_answer_side_by_side(
     chat_server: Server, browser: Browser, checkpoint: str
 ) -> None:
@@ -66,7 +79,7 @@ def test_a_base_model_and_a_checkpoint_answer_side_by_side(
     assert page.status_code == 200
     for found, wanted in zip(logprobs_of(page.text), expected, strict=True):
         assert found == pytest.approx(wanted, rel=1e-3)
-    assert "<script" not in page.text
+    assert "<script>" not in page.text
     assert ">\nWhat?</textarea>" in page.text
 
 
@@ -76,6 +89,22 @@ def test_a_text_is_continued_as_completions_do(chat_server: Server, browser: Bro
     expected = answered(chat_server, "completions", prompt="What?", temperature=0, logprobs=0)
     (found,) = logprobs_of(page.text)
     assert found == pytest.approx(expected["logprobs"]["token_logprobs"], rel=1e-3)
+
+
+def test_the_page_has_the_command_that_asks_the_same(chat_server: Server, browser: Browser) -> None:
+    assert "in a terminal: <code>tinkercloud ask MODEL TEXT</code>" in browser.get(PAGE).text
+    prompt = "--help 'it's' $(exit) `exit` ; \"x\" ü"
+    page = browser.submit(PAGE, **{**QUESTION, "prompt": prompt, "kind": "text"})
+    of_lines = browser.submit(PAGE, **{**QUESTION, "prompt": "one\ntwo", "checkpoint": "a b"})
+
+    program, *words = shlex.split(command_of(page))
+    user = {"TINKER_BASE_URL": chat_server.url, "TINKER_API_KEY": API_KEY}
+    answer = CliRunner(env=user).invoke(app, ["ask", "--logprobs", *words[1:]])
+    assert (program, words[0], answer.exit_code) == ("tinkercloud", "ask", 0), answer.stderr
+    (found,) = logprobs_of(page.text)
+    assert [float(each) for each in LOGPROB.findall(answer.stdout)] == pytest.approx(found)
+    options = "--as chat --max-tokens 6 --temperature 1.0 --seed 5 --compare 'a b'"
+    assert command_of(of_lines) == f"tinkercloud ask {options} {CHAT_MODEL} - < prompt.txt"
 
 
 def test_what_can_not_be_answered_says_why(
@@ -124,7 +153,7 @@ def test_attacks_are_shown_as_text(browser: Browser) -> None:
     )
 
     assert page.status_code == 200
-    assert "<script" not in page.text
+    assert "<script>" not in page.text
     assert "<b>" not in page.text
     assert page.text.count("</textarea>") == 1
 

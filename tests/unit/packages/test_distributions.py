@@ -78,7 +78,7 @@ def test_the_catalog_s_migrations_are_in_the_wheel_of_the_api_server(
 def test_a_source_distribution_contains_its_licence_as_a_file(packages: Path) -> None:
     for path in packages.glob("*.tar.gz"):
         with tarfile.open(path) as opened:
-            (licence,) = (each for each in opened if each.name.endswith("/LICENSE"))
+            (licence,) = (each for each in opened if each.name.partition("/")[2] == "LICENSE")
 
             assert licence.isfile(), path.name
 

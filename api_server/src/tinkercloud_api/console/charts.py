@@ -1,9 +1,11 @@
-"""Charts of a run's metrics as coordinates of SVG: the pages draw them without JavaScript."""
+"""Charts of a run's metrics: as coordinates of SVG, and as the numbers that console.js draws."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
+
+import orjson
 
 from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
 
@@ -45,6 +47,9 @@ class Chart:
     y_ticks: Sequence[Tick]
     summary: str
     """What the chart shows, in a sentence."""
+    numbers: str
+    """JSON of each run with a finite value: its name, the number of its colour, steps, means (null
+    if not finite), and lowest and highest values, which are empty if all are equal to the means."""
 
 
 Place = tuple[int, RunCurvePoint]
@@ -88,6 +93,13 @@ def chart(metric: str, placed: Mapping[str, Sequence[Place]]) -> Chart | None:
         [Tick(axes.x(step), str(step)) for step in marks],
         [Tick(axes.y(value), f"{value:.3g}") for value in heights],
         f"{metric} by step; {'; '.join(summaries)}",
+        orjson.dumps(
+            [
+                _numbers(name, number, metric, places)
+                for number, (name, places) in enumerate(placed.items())
+                if shown[name]
+            ]
+        ).decode(),
     )
 
 
@@ -122,6 +134,30 @@ def _axes_of(finite: Sequence[CurveMetric], steps: Sequence[int]) -> _Axes:
 def _shown(point: RunCurvePoint, metric: str) -> CurveMetric | None:
     values = point.metrics.get(metric)
     return values if values is not None and values.mean is not None else None
+
+
+def _numbers(
+    name: str, number: int, metric: str, places: Sequence[Place]
+) -> dict[str, str | int | Sequence[float | None]]:
+    found = [_shown(point, metric) for _, point in places]
+    means, lows, highs = (
+        [None if values is None else _short(getattr(values, each)) for values in found]
+        for each in ("mean", "low", "high")
+    )
+    is_flat = means == lows == highs
+    return {
+        "name": name,
+        "number": number,
+        "steps": [step for step, _ in places],
+        "means": means,
+        "lows": [] if is_flat else lows,
+        "highs": [] if is_flat else highs,
+    }
+
+
+def _short(value: float) -> float:
+    """Return a number with as many digits as a chart can show."""
+    return float(f"{value:.6g}")
 
 
 def _line(number: int, metric: str, places: Sequence[Place], axes: _Axes) -> Line:

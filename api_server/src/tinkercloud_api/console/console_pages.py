@@ -1,11 +1,11 @@
-"""The pages below /console, for browsers. They work without scripts and load only their own files.
+"""The pages below /console, for browsers. They work without scripts too, and load only own files.
 
 Each page shows what a call of the API returns, which its foot names, with the rights of the API key
 that opened the browser's session.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from shlex import quote
 from typing import Annotated, Literal
@@ -13,10 +13,12 @@ from urllib.parse import urlencode, urlsplit
 
 from fastapi import Depends, Query, Request
 from fastapi.responses import RedirectResponse, Response
+from fastapi.staticfiles import StaticFiles
 
 from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.console import checkpoint_pages
+from tinkercloud_api.console.curve_range import compared, shown_curve
 from tinkercloud_api.console.pages import (
     FOLDER,
     OWN_FORM,
@@ -33,25 +35,46 @@ from tinkercloud_api.console.pages import (
     segment,
     show,
 )
-from tinkercloud_api.console.run_curves import compared, shown_curve
 from tinkercloud_api.context import Context, Server
+from tinkercloud_api.heads.run_states import MOST_SEARCHED
 from tinkercloud_api.routes.sessions import (
     problem_routes,
     run_state_routes,
     sample_text_routes,
     traces,
 )
-from tinkercloud_api.web.session_cookie import forget_session, set_session
-from tinkercloud_protocol.responses.run_states import RunTimeline
-from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, Unauthenticated
+from tinkercloud_api.web.session_cookie import CONSOLE, forget_session, set_session
+from tinkercloud_protocol.responses.run_states import RunStatus, RunTimeline
+from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 from tinkercloud_protocol.wire.ids import ModelId
 from tinkercloud_protocol.wire.json_model import Storable
 
 _PAGE = 50
 """Runs of a page."""
+_STATUSES: Mapping[RunStatus | Literal[""], str] = {
+    "": "all",
+    "open": "not ended",
+    "live": "live: in memory, or on a head that is busy",
+    "running": "running: a request is computed",
+    "idle": "idle: in memory, without a request",
+    "waiting": "waiting: the run or its next request waits",
+    "suspended": "suspended: in the checkpoint store",
+    "on disk": "on disk: in its journal",
+    "dedicated": "dedicated: on a head of its own",
+    "lost": "lost: only checkpoints are left",
+    "ended": "ended",
+    "unknown": "unknown: its store or disk does not respond",
+}
+"""What each status of a search means."""
 _MAX_COMPARED = 8
 """Runs whose curves can be compared, as there are so many colours."""
-_STYLE = "text/css; charset=utf-8"
+_STATIC = StaticFiles(directory=FOLDER / "static")
+_SERVED = {
+    path.relative_to(FOLDER / "static").as_posix()
+    for path in (FOLDER / "static").rglob("*")
+    if path.is_file()
+}
+"""The files that all browsers may read."""
 
 router = page_router()
 
@@ -89,11 +112,18 @@ async def start() -> Response:
     return lead_to("runs")
 
 
-@router.get("/console.css")
-async def style() -> Response:
-    """Return the style of all pages."""
-    content = (FOLDER / "static" / "console.css").read_bytes()
-    return Response(content, media_type=_STYLE, headers={"Cache-Control": "max-age=300"})
+@router.get("/static/{name:path}")
+async def show_static(name: str, request: Request) -> Response:
+    """Return a style, a script or a licence, unless the browser has it already.
+
+    Raises:
+        NotFound: the console has no file with this name.
+    """
+    if name not in _SERVED:
+        raise NotFound(f"the console has no file {name!r}; open {CONSOLE} for its pages")
+    answer = await _STATIC.get_response(name, request.scope)
+    answer.headers["Cache-Control"] = "max-age=300"
+    return answer
 
 
 @router.get("/login")
@@ -152,7 +182,7 @@ async def list_runs(
     session: Session,
     page: Annotated[int, Query(ge=1, le=1_000_000)] = 1,
     search: Annotated[str, Query(max_length=256), Storable] = "",
-    status: Literal["open", "ended", ""] = "",
+    status: Literal[RunStatus, ""] = "",
 ) -> Response:
     """Show the runs that the caller may see, or those that contain a text or have a status."""
     offset = (page - 1) * _PAGE
@@ -168,6 +198,8 @@ async def list_runs(
         total=found.total_count,
         page=page,
         **wanted,
+        statuses=_STATUSES,
+        most_searched=MOST_SEARCHED,
         chosen=urlencode(chosen),
         pages=max(1, -(-found.total_count // _PAGE)),
         twin="runs?"
@@ -217,6 +249,8 @@ async def show_run(
         zoom=shown.zoom,
         points=shown.points,
         metrics=shown.metrics,
+        logged=shown.logged,
+        logged_names=sorted(curve.logged),
         charts=shown.charts,
         checkpoints=checkpoints,
         timeline=timeline,

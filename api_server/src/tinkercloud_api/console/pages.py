@@ -29,8 +29,8 @@ from tinkercloud_protocol.wire.errors import InvalidRequest, Unauthenticated, Wi
 from tinkercloud_protocol.wire.json_model import describe, sentences
 
 FOLDER = Path(str(files("tinkercloud_api.console")))
-_WITHOUT_SESSION = {f"{CONSOLE}/login", f"{CONSOLE}/console.css"}
-"""Paths of pages that need no session, and that a browser whose session has ended must reach."""
+_WITHOUT_SESSION = (f"{CONSOLE}/login", f"{CONSOLE}/static/")
+"""What needs no session, and a browser whose session has ended must reach: a page, and files."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
@@ -114,7 +114,7 @@ async def look_up_session(scope: Scope, browsers: BrowserSessions) -> BrowserSes
     Raises:
         Overloaded: too many cookies from the same address had no session.
     """
-    if scope["path"] in _WITHOUT_SESSION:
+    if scope["path"].startswith(_WITHOUT_SESSION):
         return None
     try:
         found = await browsers.find(session_token(scope), address_of(scope), now())

@@ -1,10 +1,11 @@
 """The playground: one question to a base model and to a checkpoint, and both answers."""
 
 import asyncio
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
 from fastapi.responses import Response
@@ -14,13 +15,13 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, declares, names_no_object
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.console.pages import Sent, Session, page_router, read, show
+from tinkercloud_api.console.questions import PATHS, Kind, answer_of, body_of
 from tinkercloud_api.context import Context, Server
 from tinkercloud_api.providers.head_http_client import HeadUnreachable
 from tinkercloud_api.routes.checkpoints import run_routes
 from tinkercloud_api.routes.models import chat_routes
 from tinkercloud_api.routes.requests.call import Call
 from tinkercloud_api.web.asgi_http import HotRequest
-from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.asgi import Message
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.json_model import Name
@@ -30,6 +31,8 @@ _SECONDS = 60.0
 _CHECKPOINTS = 500
 """Checkpoints that are looked at, the newest first."""
 _MAX_TOKENS = 512
+_SHORT = 200
+"""Characters of a prompt that the command in the foot of the page has at most."""
 _BLANK = {
     **dict.fromkeys(("base_model", "checkpoint", "kind", "prompt", "seed"), ""),
     "max_tokens": "64",
@@ -53,7 +56,7 @@ class _Question(BaseModel):
     base_model: Name
     checkpoint: Annotated[str, Field(max_length=1024)] = ""
     """Path of a checkpoint, or id of a run; empty for none."""
-    kind: Literal["chat", "text"] = "chat"
+    kind: Kind = "chat"
     prompt: Annotated[
         str, BeforeValidator(_with_line_feeds), Field(min_length=1, max_length=20_000)
     ]
@@ -63,17 +66,21 @@ class _Question(BaseModel):
 
     def body(self, model: str) -> bytes:
         """Return the body of the request to a model."""
-        wanted: dict[str, Any] = {
-            "model": model,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "seed": self.seed,
-        }
-        if self.kind == "chat":
-            wanted |= {"messages": [{"role": "user", "content": self.prompt}], "logprobs": True}
-        else:
-            wanted |= {"prompt": self.prompt, "logprobs": 0}
-        return orjson.dumps(wanted)
+        others = {"max_tokens": self.max_tokens, "temperature": self.temperature, "seed": self.seed}
+        return orjson.dumps(body_of(self.kind, self.prompt, model=model, **others))
+
+    def command(self) -> str:
+        """Return the command that asks the same in a terminal."""
+        is_short = len(self.prompt) <= _SHORT and self.prompt.isprintable() and self.prompt != "-"
+        words = [self.base_model, self.prompt if is_short else "-"]
+        if any(each.startswith("-") for each in words if each != "-"):
+            words.insert(0, "--")
+        options = ["--as", self.kind, "--max-tokens", str(self.max_tokens)]
+        options += ["--temperature", str(self.temperature)]
+        options += ["--seed", str(self.seed)] if self.seed is not None else []
+        options += ["--compare", self.checkpoint] if self.checkpoint else []
+        asked = shlex.join(["tinkercloud", "ask", *options, *words])
+        return asked if is_short else f"{asked} < prompt.txt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class _Answer:
 @names_no_object
 async def show_playground(server: Server, session: Session) -> Response:
     """Show the form of a question."""
-    return await _shown(server, session, {}, [])
+    return await _shown(server, session, {}, [], "tinkercloud ask MODEL TEXT")
 
 
 @router.post("/playground")
@@ -102,11 +109,16 @@ async def ask(sent: Sent, server: Server, session: Session) -> Response:
     question = read(_Question, sent)
     models = [question.base_model, *([question.checkpoint] if question.checkpoint else [])]
     answers = [_answer(model, question, server, session.caller) for model in models]
-    return await _shown(server, session, sent, await asyncio.gather(*answers))
+    found = await asyncio.gather(*answers)
+    return await _shown(server, session, sent, found, question.command())
 
 
 async def _shown(
-    server: Context, session: Session, sent: Mapping[str, str], answers: Sequence[_Answer]
+    server: Context,
+    session: Session,
+    sent: Mapping[str, str],
+    answers: Sequence[_Answer],
+    command: str,
 ) -> Response:
     saved = await run_routes.list_checkpoints(server, session.caller, _CHECKPOINTS, 0, "accessible")
     return await show(
@@ -122,6 +134,7 @@ async def _shown(
         max_tokens=_MAX_TOKENS,
         sent={**_BLANK, **sent},
         answers=answers,
+        command=command,
     )
 
 
@@ -143,14 +156,7 @@ async def _answer(model: str, question: _Question, server: Context, caller: Prin
         return _Answer(model, problem=f"{error}; ask again")
     if status != HTTPStatus.OK:
         return _Answer(model, problem=str(content["error"]["message"]))
-    choice = content["choices"][0]
-    logprobs = choice["logprobs"] or {}
-    if question.kind == "chat":
-        entries = logprobs.get("content") or []
-        tokens = [(each["token"], each["logprob"]) for each in entries]
-        return _Answer(model, choice["message"]["content"] or "", tokens)
-    pairs = zip(logprobs.get("tokens", []), logprobs.get("token_logprobs", []), strict=True)
-    return _Answer(model, choice["text"], list(pairs))
+    return _Answer(model, *answer_of(question.kind, content))
 
 
 async def _sampled(
@@ -164,7 +170,7 @@ async def _sampled(
     Raises:
         WireError: it was refused before it reached a session head.
     """
-    path = routes.OPENAI_CHAT if question.kind == "chat" else routes.OPENAI_COMPLETIONS
+    path = PATHS[question.kind]
     body, response = question.body(model), list[Message]()
     waiting: asyncio.Queue[Message] = asyncio.Queue()
     waiting.put_nowait({"type": "http.request", "body": body})

@@ -1,5 +1,6 @@
 """The console draws each curve inside its chart, for any finite numbers."""
 
+import json
 import sys
 from datetime import UTC, datetime
 from math import isfinite
@@ -12,6 +13,7 @@ from tinkercloud_api.console.charts import HEIGHT, WIDTH, Chart, by_steps_taken,
 from tinkercloud_api.console.page_texts import number, shown
 from tinkercloud_protocol.responses.run_states import CurveMetric, RunCurvePoint
 
+ATTACK = '"><script>alert(1)</script>'
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -74,6 +76,38 @@ def test_values_that_are_not_finite_leave_a_gap() -> None:
 
     assert found is not None
     assert [len(part.split()) for part in found.lines[0].means] == [2, 1]
+
+
+def test_scripts_draw_the_numbers_of_each_run_that_has_some() -> None:
+    of_steps = CurveMetric(mean=1.23456789, low=0.5, high=2.0, not_finite=0)
+    several = RunCurvePoint(step=3, steps=4, time=AT, metrics={"loss": of_steps})
+    placed = {
+        "a": by_steps_taken(curve(3.0, None)),
+        "none": by_steps_taken(curve(None)),
+        ATTACK: by_steps_taken([several]),
+    }
+
+    found = chart("loss", placed)
+
+    assert found is not None
+    assert json.loads(found.numbers) == [
+        {"name": "a", "number": 0, "steps": [1, 2], "means": [3.0, None], "lows": [], "highs": []},
+        {
+            "name": ATTACK,
+            "number": 2,
+            "steps": [4],
+            "means": [1.23457],
+            "lows": [0.5],
+            "highs": [2.0],
+        },
+    ]
+
+
+@given(st.lists(st.one_of(FLOATS, st.none()), max_size=20))
+def test_the_numbers_of_scripts_are_finite(values: list[float | None]) -> None:
+    if (found := drawn(*values)) is not None:
+        (line,) = json.loads(found.numbers)
+        assert [value is None for value in values] == [mean is None for mean in line["means"]]
 
 
 def test_runs_are_compared_on_common_axes() -> None:

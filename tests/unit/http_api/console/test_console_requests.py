@@ -2,6 +2,7 @@
 
 import asyncio
 import html
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from tinkercloud_api.access import failed_logins
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.checkpoints.manifest_index import ManifestIndex
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.console.pages import show
+from tinkercloud_api.console.pages import FOLDER, show
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes.sessions import traces
 from tinkercloud_api.serve.api_app import Application
@@ -112,7 +113,7 @@ async def test_a_browser_whose_session_has_ended_reaches_the_page_that_opens_ano
         return (await world.http.get(path, headers=ENDED)).status_code
 
     views = [
-        (await status("/console/runs"), await status("/console/console.css"))
+        (await status("/console/runs"), await status("/console/static/console.css"))
         for _ in range(attempts + 1)
     ]
 
@@ -121,6 +122,29 @@ async def test_a_browser_whose_session_has_ended_reaches_the_page_that_opens_ano
     assert await status("/console/login") == 200
     answer = await world.http.post("/console/login", data={"key": KEY}, headers=ENDED)
     assert answer.status_code == 303
+
+
+async def test_styles_and_scripts_need_no_session_and_are_loaded_once(world: World) -> None:
+    page = (await world.http.get("/console/login")).text
+    loaded = re.findall(r'(?:src|href)="(/console/static/[^"]+)"', page)
+    assert len(loaded) == 5
+    for path in loaded:
+        first = await world.http.get(path, headers=ENDED)
+        etag = first.headers["etag"]
+        second = await world.http.get(path, headers={"if-none-match": etag})
+
+        assert (first.status_code, second.status_code, second.content) == (200, 304, b"")
+        assert first.content == (FOLDER / path.removeprefix("/console/")).read_bytes()
+        assert first.headers["cache-control"] == "max-age=300"
+        kind = "javascript" if path.endswith(".js") else "css"
+        assert first.headers["content-type"] == f"text/{kind}; charset=utf-8"
+
+
+async def test_no_file_outside_the_folder_of_styles_and_scripts_is_served(world: World) -> None:
+    for name in ("x", "%00", "", "vendored", "../pages.py", "%2e%2e/pages.py", "//etc/passwd"):
+        answer = await world.http.get(f"/console/static/{name}")
+        assert answer.status_code in {401, 404}, name
+        assert "import" not in answer.text, name
 
 
 async def test_a_browser_forgets_a_session_that_has_ended(world: World) -> None:
@@ -186,7 +210,7 @@ async def test_names_of_requests_that_are_attacks_are_shown_as_text(world: World
     page = await world.http.get(f"/console/runs/{RUN}")
 
     assert page.status_code == 200
-    assert "<script" not in page.text
+    assert "<script>" not in page.text
     assert '<script>alert("x")</script>' in html.unescape(page.text)
     # The clock of the head was set back: it has neither waited, been paused nor run.
     assert page.text.count('<td class="number">0.000</td>') == 3

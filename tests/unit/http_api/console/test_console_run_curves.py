@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from tinkercloud_api.console.run_curves import shown_curve
+from tinkercloud_api.console.curve_range import shown_curve
 from tinkercloud_protocol.responses.run_states import (
     CurveMetric,
     LoggedPoint,
@@ -63,6 +63,7 @@ def test_what_the_client_logs_is_shown_by_its_own_steps() -> None:
     assert [chart.metric for chart in whole.charts] == ["loss", "reward"]
     assert [tick.label for tick in whole.charts[1].x_ticks] == ["0", "3", "7"]
     assert [(chart.metric, chart.x_ticks[0].label) for chart in end.charts] == [("reward", "7")]
+    assert (list(whole.logged), end.logged) == ([0, 1, 7], {7: {"reward": 1.0}})
 
 
 def test_a_run_without_points_has_no_steps_to_choose_from() -> None:

@@ -1,5 +1,6 @@
 """The curve on the page of a run: a range of its steps, as charts and as a table."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -46,6 +47,8 @@ class ShownCurve:
     """The rows of the table."""
     metrics: Sequence[str]
     """Its columns."""
+    logged: Mapping[int, Mapping[str, float]]
+    """The rows of the table of values that the client logged, by step: values by name."""
     charts: Sequence[Chart]
 
 
@@ -65,6 +68,7 @@ def shown_curve(curve: RunCurve, first: int | None, last: int | None) -> ShownCu
         zoom=zoom,
         points=[point for _, point in found],
         metrics=[name for name in METRICS if any(name in point.metrics for _, point in found)],
+        logged=_by_step(curve.logged, zoom),
         charts=[*_charts_of({curve.run_id: found}), *(each for each in of_client if each)],
     )
 
@@ -103,6 +107,17 @@ def _logged(curve: RunCurve) -> dict[str, list[Place]]:
         name: [(value.step, _as_point(name, value)) for value in values]
         for name, values in curve.logged.items()
     }
+
+
+def _by_step(
+    logged: Mapping[str, Iterable[LoggedPoint]], zoom: Zoom
+) -> dict[int, dict[str, float]]:
+    rows = defaultdict[int, dict[str, float]](dict)
+    for name, values in logged.items():
+        for each in values:
+            if zoom.first <= each.step <= zoom.last:
+                rows[each.step][name] = each.value
+    return dict(sorted(rows.items()))
 
 
 def _as_point(name: str, logged: LoggedPoint) -> RunCurvePoint:
