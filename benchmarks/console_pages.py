@@ -71,6 +71,8 @@ def paths(runs: int) -> Iterable[str]:
     return (
         *(f"/console/{name}" for name in lists),
         "/console/runs?search=s9",
+        "/console/runs?status=waiting",
+        "/console/runs?status=suspended",
         "/console/users/bootstrap",
         f"/console/runs/{one}",
         f"/console/runs/{one}/surplus_checkpoints?keep=1",

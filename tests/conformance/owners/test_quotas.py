@@ -19,6 +19,7 @@ TENANTS = {
     "research": {"owners": ["ada", "team-*"], "limits": {"models": 1}},
     "slow": {"owners": ["slow-*"], "limits": {"tokensPerMinute": 6000}},
     "small": {"owners": ["small-*"], "limits": {"storageBytes": 1}},
+    "kept": {"owners": ["kept-*"], "limits": {"models": 1}},
 }
 
 
@@ -153,3 +154,37 @@ def test_owners_see_the_limits_of_their_tenant_and_what_is_used(limited: Server)
     assert (quota["tenant"], models["used"], models["limit"]) == ("research", 1, 1)
     assert "tenant research" in printed
     assert limited.request("GET", "/api/v1/usage").json()["quota"] is None
+
+
+def test_a_run_without_its_client_waits_for_the_same_limit_after_a_restart(limited: Server) -> None:
+    key = limited.new_key("kept-ada")
+    (first, created), (second, creating) = (a_run(limited, key) for _ in range(2))
+    assert limited.result(created, key=key).status == 200
+    before = why_waiting(limited, second)
+
+    limited.kill()
+    limited.start()
+
+    assert "tenant 'kept' uses 1 of 1 models (limits.models); this is number 1" in before
+    assert why_waiting(limited, second).startswith(f"{before}; no request waits for it")
+    limited.post("delete_model", {"model_id": first}, key=key)
+    assert limited.result(creating, key=key).status == 200
+
+
+def a_run(server: Server, key: str) -> tuple[str, str]:
+    """Create a run like a client that is gone then; return its id, and that of the request."""
+    made = server.post("create_session", {"sdk_version": "t"}, key=key).json()
+    model = {"model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+    wanted = {"session_id": made["session_id"], **model}
+    answer = server.post("create_model", wanted, key=key).json()
+    return str(answer["model_id"]), str(answer["request_id"])
+
+
+def why_waiting(server: Server, run_id: str) -> str:
+    """Return what the next request of a run waits for, once that is known."""
+
+    def found() -> dict[str, object]:
+        return server.request("GET", f"/api/v1/runs/{run_id}").json()
+
+    wait_until(lambda: found()["queue_state"] == "paused_capacity", "the run to wait for a quota")
+    return str(found()["queue_reason"])

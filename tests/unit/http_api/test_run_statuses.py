@@ -20,6 +20,8 @@ from tinkercloud_api.heads import run_states
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.providers.base import HeadEndpoint, Placement
 from tinkercloud_api.serve.api_app import Application
+from tinkercloud_crds.quota_fields import Tenant
+from tinkercloud_crds.tenant import TenantLimits, TenantSpec
 from tinkercloud_protocol.heads.launch import HeldModel, HeldModels
 from tinkercloud_protocol.responses.run_states import RunStatus
 from tinkercloud_protocol.wire.errors import Unavailable
@@ -37,6 +39,7 @@ HELD = [
 ]
 GENERATIONS = {**{each.model_id: "g1" for each in HELD}, "new": None, "own": "g2", "lost": "g0"}
 """Generations of the heads that have the runs; the head of the last one is gone."""
+UNASKED = "no request waits for it on this server: it starts only if its client asks again"
 
 
 class Provider(OneHead):
@@ -45,6 +48,10 @@ class Provider(OneHead):
     def __init__(self) -> None:
         super().__init__()
         self.started = asyncio.Event()
+        self.limited: list[Tenant] = []
+
+    def tenants(self) -> list[Tenant]:  # type: ignore[override] # tests of others have none
+        return self.limited
 
     def runs(self) -> list[str]:
         return ["own"]
@@ -144,8 +151,32 @@ async def test_runs_that_wait_are_found_with_the_reason(world: World) -> None:
     assert {name: run["queue_reason"] for name, run in waiting.items()} == {
         "queued": "the trainer is busy",
         "limited": "9 of 9 tokens",
-        "new": "no reason",
+        "new": UNASKED,
     }
+
+
+async def test_a_run_that_no_request_asks_for_after_a_restart_waits_for_the_same_limit(
+    world: World,
+) -> None:
+    world.provider.limited = [
+        Tenant("all", TenantSpec(owners=["*"], limits=TenantLimits(models=1)))
+    ]
+
+    new = (await world.named("waiting"))["new"]
+
+    assert new["queue_state"] == "paused_capacity"
+    assert new["queue_reason"].startswith("tenant 'all' uses 7 of 1 models (limits.models); ")
+    assert new["queue_reason"].endswith(UNASKED)
+
+
+async def test_a_run_that_a_request_asks_for_has_the_reason_of_its_head(world: World) -> None:
+    request = asyncio.create_task(world.locator.head_of_run("new"))
+    await reached(lambda: "new" in world.locator.placing)
+
+    waiting = await world.named("waiting")
+
+    request.cancel()
+    assert waiting["new"]["queue_reason"] == "no reason"
 
 
 async def test_a_run_whose_own_head_starts_for_its_request_waits(world: World) -> None:

@@ -51,18 +51,3 @@ async def test_a_pause_is_a_part_of_the_wait_also_if_the_request_finds_it_when_i
 
     (span,) = recorder.of_session("s")
     assert (span.accepted, span.started, span.finished, span.paused) == (1.0, 6.0, 9.0, 2.5)
-
-
-async def test_the_waits_of_an_owner_are_counted_apart() -> None:
-    def counted(name: str, owner: str) -> float:
-        return REGISTRY.get_sample_value(f"tinkercloud_owner_{name}_total", {"owner": owner}) or 0
-
-    async def work() -> None: ...
-
-    times = iter([1.0, 4.0, 5.0, 6.0, 6.0, 7.0])
-    recorder = SpanRecorder(lambda: next(times))
-    for owner in ("waits", "does not"):
-        await recorder.timed("s:train:0", "optim_step", owner, work)()
-
-    assert (counted("wait_seconds", "waits"), counted("requests", "waits")) == (3, 1)
-    assert (counted("wait_seconds", "does not"), counted("requests", "does not")) == (0, 1)

@@ -14,27 +14,29 @@ from prometheus_client import Counter, Gauge, Histogram
 
 REQUEST_WAIT_SECONDS = Histogram(
     "tinkercloud_request_wait_seconds",
-    "Time from the acceptance of a request to its turn, in seconds",
+    "Time from the acceptance of a request until it is the first of its run, in seconds",
     ["request"],
     buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 REQUEST_SECONDS = Histogram(
     "tinkercloud_request_seconds",
-    "Time from the turn of a request to its result, in seconds",
+    "Time from then to its result, with its wait for the engine, in seconds",
     ["request"],
     buckets=(0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
 )
 OWNER_WAIT_SECONDS = Counter(
     "tinkercloud_owner_wait_seconds",
-    "Time that requests of an owner waited for their turn, in seconds",
+    "Time that passes and optimizer steps of an owner waited for the engine, in seconds",
     ["owner"],
 )
 OWNER_REQUESTS = Counter(
-    "tinkercloud_owner_requests", "Number of requests of an owner that had their turn", ["owner"]
+    "tinkercloud_owner_requests",
+    "Number of passes and optimizer steps of an owner that the engine has started",
+    ["owner"],
 )
 RUN_LOSS = Gauge(
     "tinkercloud_run_loss",
-    "Loss of the last step of a training run in this head, as the console shows it",
+    "Loss of the last step that a training run has taken in this head, as the console shows it",
     ["owner", "run"],
 )
 MAX_RUNS = 200
@@ -125,6 +127,13 @@ SNAPSHOT_PAUSE_SECONDS = Histogram(
     "Time that a model's requests wait while it is copied for a snapshot, in seconds",
     buckets=(0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10),
 )
+
+
+def count_engine_wait(owner: str, seconds: float, started: int) -> None:
+    """Count how long passes and steps have waited for the engine, and how many start now."""
+    OWNER_WAIT_SECONDS.labels(owner).inc(seconds)
+    OWNER_REQUESTS.labels(owner).inc(started)
+
 
 What = Literal["adapter", "model"]
 Way = Literal["request", "group", "file"]

@@ -47,6 +47,7 @@ from tinkercloud_worker.head.wire.image_work import ImageWork
 from tinkercloud_worker.head.wire.request_times import SpanRecorder
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
+from tinkercloud_worker.metrics import count_engine_wait
 from tinkercloud_worker.model.architecture import UnsupportedModelError
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of
@@ -85,7 +86,7 @@ def build_backend(
             wanted=wanted,
             taken=taken,
         )
-    usage = UsageMeter()
+    usage = UsageMeter(on_wait=count_engine_wait)
     log.info("loading", progress="starting the sampler")
     sampler, thread = build_sampler(
         config,

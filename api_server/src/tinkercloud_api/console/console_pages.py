@@ -36,7 +36,7 @@ from tinkercloud_api.console.pages import (
     show,
 )
 from tinkercloud_api.context import Context, Server
-from tinkercloud_api.heads.run_states import MOST_SEARCHED
+from tinkercloud_api.heads.run_states import most_searched
 from tinkercloud_api.routes.sessions import (
     problem_routes,
     run_state_routes,
@@ -199,7 +199,7 @@ async def list_runs(
         page=page,
         **wanted,
         statuses=_STATUSES,
-        most_searched=MOST_SEARCHED,
+        most_searched=most_searched(status) if status else 0,
         chosen=urlencode(chosen),
         pages=max(1, -(-found.total_count // _PAGE)),
         twin="runs?"

@@ -314,6 +314,12 @@ class HeadLocator:
             return Pending("paused_capacity", waits)
         return self._provider.pending(self.known.runs[run_id].placement)
 
+    async def limit_of(self, run_id: str, owner: str) -> str | None:
+        """Return which limit of its tenant a run would wait for; None if it may start."""
+        if self._admission is None:
+            return None
+        return await self._admission.limit_of(run_id, owner)
+
     def sampler_pending(self, sampler_id: str) -> Pending:
         """Return why the head of a sampling session is not ready yet."""
         if (sampler := self.known.samplers.get(sampler_id)) is None:

@@ -12,7 +12,7 @@ import structlog
 from tinkercloud_api.access.owner_tenants import Tenants
 from tinkercloud_api.catalog.runs.admission import RunQuotas, Waiting
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_crds.quota_fields import Tenant, usage
+from tinkercloud_crds.quota_fields import Tenant, usage, waiting_message
 from tinkercloud_crds.tenant import TenantUsage
 
 log = structlog.get_logger(__name__)
@@ -88,6 +88,18 @@ class RunAdmission:
     def why_waiting(self, run_id: str) -> str | None:
         """Return which limit a run waits for; None if it waits for none."""
         return self._messages.get(run_id)
+
+    async def limit_of(self, run_id: str, owner: str) -> str | None:
+        """Return which limit a run would wait for; None if it may start. This admits nothing."""
+        if (tenant := self._tenants.of(owner)) is None:
+            return None
+        tenants, since = self._tenants.all(), now() - self._inactivity
+        found = await self._quotas.claimants(tenant, tenants, since, run_id)
+        claimants = {each.name: each for each in found}
+        own = claimants.pop(run_id, None)
+        if own is None or not own.waits:
+            return None
+        return waiting_message(tenant, own, claimants.values())
 
     def wake(self) -> None:
         """Check the waiting runs again, because others have ended."""

@@ -20,16 +20,25 @@ from tinkercloud_protocol.wire.errors import Unavailable
 
 _CONCURRENT_READS = 16
 _READ_SECONDS = 10.0
-"""How long the store and the disks are asked for runs that no head has."""
-MOST_SEARCHED = 500
-"""Runs whose state is looked at to find those that have one, the last used first."""
+"""How long the store and its disk are asked for a run that no head has. Once one has not responded
+in time, the other runs of the same list are not asked for."""
+_MOST_OF_HEADS, _MOST_READ = 500, 100
 _HAS_ENDED: Mapping[str, bool] = {"open": False, "ended": True}
 """The statuses that the catalog knows."""
 _OF_HEADS = {"live", "running", "idle", "waiting", "dedicated"}
 """The statuses that only runs can have which a head has, or is to create."""
 _CONTINUES = "its next request continues it where it was"
 _LOST = "its session head stopped without saving it"
+_UNASKED = "no request waits for it on this server: it starts only if its client asks again"
 _TOO_SLOW = f"the store or the disk that would have it has not responded within {_READ_SECONDS:g} s"
+
+
+def most_searched(status: RunStatus) -> int:
+    """Return of how many runs, the last used ones, those with a status are found.
+
+    They are fewer for statuses for which the store or a disk is asked for each run.
+    """
+    return _MOST_OF_HEADS if status in _OF_HEADS else _MOST_READ
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ class RunStates:
     ) -> tuple[list[tuple[TrainingRun, Whereabouts]], int]:
         """Return the runs of a search that have a status, with their state, and their total number.
 
-        Of the statuses that the catalog does not know, it finds those of the `MOST_SEARCHED` runs
+        Of the statuses that the catalog does not know, it finds those of the `most_searched` runs
         that were used last. Runs of a head that does not respond are `live`, as no request of
         theirs is known to wait; those that no head has are `unknown` while the store or their disk
         does not respond.
@@ -85,7 +94,7 @@ class RunStates:
             return list(zip(rows, await self.of(rows), strict=True)), total
         heads = self._heads() if status in _OF_HEADS else None
         candidates = replace(wanted, has_ended=False, heads=heads)
-        rows, _ = await self.catalog.runs_by_use(candidates, Page(0, MOST_SEARCHED))
+        rows, _ = await self.catalog.runs_by_use(candidates, Page(0, most_searched(status)))
         places = await self.of(rows)
         found = [each for each in zip(rows, places, strict=True) if each[1].has(status)]
         return found[page.offset : page.offset + page.limit], len(found)
@@ -100,16 +109,16 @@ class RunStates:
         held = await self.shared_heads.models() if exists else {}
         placed = frozenset(self.provider.runs()) if exists else frozenset()
         limit = asyncio.Semaphore(_CONCURRENT_READS)
-        until = asyncio.get_running_loop().time() + _READ_SECONDS
+        stalled = asyncio.Event()
 
         async def find(row: TrainingRun) -> Whereabouts:
             async with limit:
-                return await self._find(row, held.get(row.id), until, is_placed=row.id in placed)
+                return await self._find(row, held.get(row.id), stalled, is_placed=row.id in placed)
 
         return await asyncio.gather(*[find(row) for row in rows])
 
     async def _find(
-        self, row: TrainingRun, held: HeldModel | None, until: float, *, is_placed: bool
+        self, row: TrainingRun, held: HeldModel | None, stalled: asyncio.Event, *, is_placed: bool
     ) -> Whereabouts:
         if row.deleted_at is not None:
             return Whereabouts("ended")
@@ -123,19 +132,33 @@ class RunStates:
                 held,
             )
         if row.generation is None:
-            await self.locator.known.run(row.id)
-            waits = self.locator.run_pending(row.id)
-            return Whereabouts("waiting", waits.reason, waits.queue_state, waits.reason)
+            return await self._uncreated(row, is_placed=is_placed)
         placement = placement_of(row)
         if self.provider.has_own_head(placement):
             return self._placed("dedicated", placement)
+        if stalled.is_set():
+            return Whereabouts("unknown", _TOO_SLOW)
         try:
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout(_READ_SECONDS):
                 return await self._unheld(row, row.generation, is_placed=is_placed)
         except Unavailable as error:
             return Whereabouts("unknown", error.message)
         except TimeoutError:
+            stalled.set()
             return Whereabouts("unknown", _TOO_SLOW)
+
+    async def _uncreated(self, row: TrainingRun, *, is_placed: bool) -> Whereabouts:
+        """Return what is known of a run whose model has not been created."""
+        if is_placed or row.id in self.locator.placing:
+            await self.locator.known.run(row.id)
+            waits = self.locator.run_pending(row.id)
+            return Whereabouts("waiting", waits.reason, waits.queue_state, waits.reason)
+        # No request has asked for it since this server has started.
+        limit = await self.locator.limit_of(row.id, row.owner)
+        if limit is None:
+            return Whereabouts("waiting", _UNASKED, "waiting", _UNASKED)
+        reason = f"{limit}; {_UNASKED}"
+        return Whereabouts("waiting", reason, "paused_capacity", reason)
 
     async def _unheld(self, row: TrainingRun, generation: str, *, is_placed: bool) -> Whereabouts:
         """Return where the model of a run is that no head has reported."""

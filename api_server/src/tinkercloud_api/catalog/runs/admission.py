@@ -79,11 +79,18 @@ class RunQuotas(Statements):
         await run_ends.follow(self._engine, on_end, waits)
 
     async def claimants(
-        self, tenant: Tenant, tenants: Sequence[Tenant], since: datetime
+        self,
+        tenant: Tenant,
+        tenants: Sequence[Tenant],
+        since: datetime,
+        asking: str | None = None,
     ) -> list[Claimant]:
-        """Return the runs of a tenant that count towards its limits; arguments as for `admit`."""
+        """Return the runs of a tenant that count towards its limits, and the one that asks.
+
+        Other arguments are as for `admit`.
+        """
         async with self._reading() as db:
-            found = await _claimants(db, tenant, tenants, since)
+            found = await _claimants(db, tenant, tenants, since, asking)
             return [claimant for claimant, _ in found.values()]
 
     async def _take_turn(self, db: AsyncSession, tenant: Tenant) -> None:

@@ -6,7 +6,7 @@ const LARGEST = 1e100; // of what uPlot finds ticks for
 const SCROLLED = "[tabindex]";
 const GONE = [401, 403, 404];
 
-const plots = new Map(); // by number and metric of a chart: {plot, box, names}
+const plots = new Map(); // by metric, and the number of charts of it before: {plot, box, names}
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function written(value) {
@@ -86,12 +86,11 @@ function steps() {
   return [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((each) => each * 10 ** power));
 }
 
-function drawFigure(figure, number) {
+function drawFigure(figure, name) {
   const lines = JSON.parse(figure.dataset.numbers);
   if (!isDrawable(lines)) return;
   const data = uPlot.join(lines.map((line) => [line.steps, ...columnsOf(line)]));
   const names = JSON.stringify(lines.map((line) => [line.name, columnsOf(line).length]));
-  const name = `${number} ${figure.dataset.metric}`;
   const before = plots.get(name);
   const box = before?.names === names ? before.box : document.createElement("div");
   figure.append(box);
@@ -99,26 +98,37 @@ function drawFigure(figure, number) {
   if (box === before?.box) {
     show(before.plot, data);
   } else {
+    const plot = created(figure, lines, data, box);
+    const zoom = before && zoomOf(before.plot);
+    if (zoom) plot.setScale("x", zoom);
     before?.plot.destroy();
-    plots.set(name, { plot: created(figure, lines, data, box), box, names });
+    plots.set(name, { plot, box, names });
   }
   const picture = box.querySelector(".u-wrap");
   picture.setAttribute("role", "img");
   picture.setAttribute("aria-label", figure.querySelector("svg").getAttribute("aria-label"));
 }
 
-function show(plot, data) {
-  const [known] = plot.data;
+function zoomOf(plot) {
+  const [steps] = plot.data;
   const { min, max } = plot.scales.x;
-  const isZoomed = min > known[0] || max < known.at(-1);
-  plot.setData(data, !isZoomed);
-  if (isZoomed) plot.redraw();
+  return min > steps[0] || max < steps.at(-1) ? { min, max } : null;
+}
+
+function show(plot, data) {
+  const zoom = zoomOf(plot);
+  plot.setData(data, !zoom);
+  if (zoom) plot.redraw();
 }
 
 function draw() {
   for (const each of document.querySelectorAll("[data-scripted]")) each.hidden = false;
-  for (const [number, figure] of [...document.querySelectorAll("figure[data-numbers]")].entries()) {
-    if (!figure.classList.contains("drawn")) drawFigure(figure, number);
+  const counts = new Map();
+  for (const figure of document.querySelectorAll("figure[data-numbers]")) {
+    const { metric } = figure.dataset;
+    const before = counts.get(metric) ?? 0;
+    counts.set(metric, before + 1);
+    if (!figure.classList.contains("drawn")) drawFigure(figure, `${before} ${metric}`);
   }
   for (const [name, { plot, box }] of plots) {
     if (!box.isConnected) {

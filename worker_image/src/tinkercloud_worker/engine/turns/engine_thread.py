@@ -155,6 +155,8 @@ class _Job:
     resolve: Callable[[Any, BaseException | None], None]
     is_cancelled: Callable[[], bool]
     share: Share | None
+    queued_at: float
+    """When it was put in the queue last."""
     left: int = 0
     """Tokens of its share that are not computed."""
     pieces: Pieces[Any] | None = None
@@ -328,7 +330,7 @@ class EngineThread:
         def resolve_there(result: T | None, error: BaseException | None) -> None:
             loop.call_soon_threadsafe(resolve, result, error)
 
-        job = _Job(batcher, item, resolve_there, done.cancelled, share)
+        job = _Job(batcher, item, resolve_there, done.cancelled, share, self._now())
         with self._wake:
             if self._stopping:
                 raise ThreadStopped("the engine thread has stopped; send the request again")
@@ -402,6 +404,14 @@ class EngineThread:
         if first.can_join:
             self._queue.take_joining(share, joins)
         return jobs
+
+    def _count_waits(self, jobs: Sequence[_Job]) -> None:
+        """Count how long jobs that compute for a model were in the queue, and those that start."""
+        for job in jobs:
+            if job.share is not None:
+                # One that continues has been counted, and one that repeats a shared pass too.
+                started = int(job.can_join)
+                self._usage.on_wait(job.share.owner, self._now() - job.queued_at, started)
 
     def _do_timed(self, jobs: Sequence[_Job]) -> None:
         """Run jobs, and count the time that they took without the background steps in it."""
@@ -479,7 +489,7 @@ class EngineThread:
 
     def _put_back(self, job: _Job) -> None:
         with self._wake:
-            job.is_paused = False
+            job.is_paused, job.queued_at = False, self._now()
             if job.share is None:
                 self._short.appendleft(job)
             else:
@@ -515,6 +525,7 @@ class EngineThread:
                     return
                 jobs = self._running = self._next_jobs()
             if jobs:
+                self._count_waits(jobs)
                 self._do_timed(jobs)
                 # A paused job has not ended: nothing follows it yet.
                 self._await_following([job for job in jobs if not job.is_paused])

@@ -83,15 +83,26 @@ class HourOfUsage:
     usage: Usage
 
 
+def _ignore_wait(_owner: str, _seconds: float, _started: int) -> None:
+    """Count nothing."""
+
+
 class UsageMeter:
     """Counts usage. Thread-safe."""
 
-    def __init__(self, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        now: Callable[[], float] = time.time,
+        on_wait: Callable[[str, float, int], None] = _ignore_wait,
+    ) -> None:
         """Create a meter.
 
         Args:
             now: the time, in seconds since 1970 in UTC.
+            on_wait: called on the engine's thread when jobs get their turn, with their owner, the
+                seconds that they have waited for the engine, and how many of them start now.
         """
+        self.on_wait = on_wait
         self._now = now
         self._lock = threading.Lock()
         self._counts: dict[tuple[int, Payer], tuple[int, Usage]] = {}

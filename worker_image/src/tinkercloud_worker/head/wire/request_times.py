@@ -14,12 +14,7 @@ import structlog
 
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import request_ids
-from tinkercloud_worker.metrics import (
-    OWNER_REQUESTS,
-    OWNER_WAIT_SECONDS,
-    REQUEST_SECONDS,
-    REQUEST_WAIT_SECONDS,
-)
+from tinkercloud_worker.metrics import REQUEST_SECONDS, REQUEST_WAIT_SECONDS
 
 if TYPE_CHECKING:
     from tinkercloud_protocol.wire.span_sender import SpanSender
@@ -102,9 +97,6 @@ class SpanRecorder:
 
         async def run() -> T:
             started, paused = self._clock(), paused_before()
-            # The clock may be set back.
-            OWNER_WAIT_SECONDS.labels(owner).inc(max(started - accepted, 0.0))
-            OWNER_REQUESTS.labels(owner).inc()
             done = _Work()
             _RUNNING.set(done)
             failure: BaseException | None = None
@@ -118,7 +110,6 @@ class SpanRecorder:
                 finished = self._clock()
                 started, paused = started + done.paused, paused + done.paused
                 row = (target, name, accepted, started, finished, request, done.tokens, paused)
-                OWNER_WAIT_SECONDS.labels(owner).inc(done.paused)
                 self._add(row)
                 if self._sender is not None and parent is not None:
                     _send(self._sender, parent, owner, row, failure)
