@@ -1,4 +1,4 @@
-"""How many GPUs a BaseModel's pods hold that nobody uses, and the hours of that, in its status."""
+"""How many GPUs of a BaseModel's pods are idle, and the hours of that, in its status."""
 
 from datetime import datetime, timedelta
 from typing import Annotated
@@ -16,22 +16,27 @@ Hours = Annotated[float, Field(ge=0)]
 
 
 class IdleGpus(Part):
-    """GPUs that nobody uses, although the pods that hold them are ready."""
+    """GPUs that no request has started to use for five minutes, although their pods are ready."""
 
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that are idle: those of sessions, clusters of the pool and warm spares whose
     `idleSince` is set."""
     since: Annotated[str, Field(max_length=40)] = ""
-    """When `gpus` last changed (RFC 3339); empty before it has."""
+    """Until when hours are counted (RFC 3339); empty before there were any idle GPUs."""
     gpu_hours: Hours = 0.0
     """Hours that GPUs have been idle, summed over GPUs, until `since`."""
     gpu_hours_by_month: Annotated[dict[str, Hours], Field(default_factory=dict, max_length=MONTHS)]
     """The same for each of the last months with any, such as `2026-11` (UTC)."""
 
     def at(self, moment: datetime) -> "IdleGpus":
-        """Return the counts until a moment (UTC) up to which `gpus` has not changed."""
+        """Return the counts until a moment (UTC) up to which `gpus` has not changed.
+
+        A moment before `since` counts as `since`: clocks differ, and may be set back.
+        """
+        start = parse_time(self.since)
         moment = moment.replace(microsecond=0)
-        total, months, start = self.gpu_hours, dict(self.gpu_hours_by_month), parse_time(self.since)
+        moment = max(moment, start) if start is not None else moment
+        total, months = self.gpu_hours, dict(self.gpu_hours_by_month)
         while self.gpus and start is not None and start < moment:
             end = min(_next_month(start), moment)
             hours = self.gpus * (end - start).total_seconds() / 3600

@@ -222,6 +222,16 @@ def test_idle_gpu_hours_are_those_until_now_with_this_month_and_the_last_one_fir
     assert never.idle_gpu_hours_by_month == {"2027-01": 0, "2026-12": 0}
 
 
+def test_at_most_thirteen_months_of_idle_hours_are_listed() -> None:
+    months = {f"2026-{month:02}": float(month) for month in range(1, 13)} | {"2025-12": 0.5}
+    read = read_base_model({**BASE_MODEL, "status": {"idle": {"gpuHoursByMonth": months}}})
+
+    listed = gpu_use(read, datetime(2027, 6, 1, tzinfo=UTC)).idle_gpu_hours_by_month
+
+    assert list(listed)[:3] == ["2027-06", "2027-05", "2026-12"]
+    assert (len(listed), min(listed)) == (13, "2026-02")
+
+
 def a_run_in_a_pool(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:
     run = a_session(*conditions, **status)
     spec = {"sharing": "Shared", "pool_cluster": "pool-a"}

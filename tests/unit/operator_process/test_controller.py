@@ -2,17 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import aiohttp
 import pytest
 
 from tinkercloud_crds import labels
+from tinkercloud_crds.conditions import timestamp
 from tinkercloud_operator.run import term
 from tinkercloud_operator.run.cluster.head_calls import HeadClient
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.handlers import WatchingFailed
 from tinkercloud_operator.run.leader import Leadership
+from tinkercloud_operator.run.pool import base_models
 from tinkercloud_operator.run.probes import Probes
 from tinkercloud_operator.settings import Settings
 from tinkercloud_testing.cluster.kube_api.memory_api import MOMENT, Connection, Json
@@ -221,6 +224,44 @@ async def test_a_duplicate_base_model_becomes_active_when_the_older_one_is_delet
 
     assert await reached(lambda: reason_of(connection, "b") == "Accepted")
     working.cancel()
+
+
+@pytest.mark.parametrize(
+    ("used_first", "hours"), [(True, 0), (False, 96)], ids=["before it leads", "while it leads"]
+)
+async def test_idle_hours_count_until_the_next_use_that_an_operator_has_seen(
+    connection: Connection,
+    controller: Controller,
+    monkeypatch: pytest.MonkeyPatch,
+    used_first: bool,
+    hours: float,
+) -> None:
+    monkeypatch.setattr(base_models, "_GATHER_SECONDS", 0.0)
+    now = datetime.now(UTC)
+    yesterday = timestamp(now - timedelta(days=1))
+    idle = {"idle": {"gpus": 4, "since": yesterday}}
+    connection.api.put(f"{BASE_MODELS}/a", a_base_model_manifest("a") | {"status": idle})
+    status = {"gpus": 4, "idleSince": yesterday}
+    connection.api.put(f"{SESSIONS}/one", a_session_manifest() | {"status": status})
+    used = {"annotations": {labels.LAST_ACTIVITY: timestamp(now)}}
+    if used_first:
+        connection.api.put(f"{SESSIONS}/one", {"metadata": used})
+    await controller.resync()
+    working = asyncio.create_task(controller.work_on_base_models())
+    assert await reached(lambda: reason_of(connection, "a") == "Accepted")
+
+    seen = connection.api.put(f"{SESSIONS}/one", {"metadata": used, "status": {"gpus": 4}})
+    controller.on_event("TrainingSession", "MODIFIED", seen)
+
+    assert await reached(lambda: idle_of(connection, "a")["gpus"] == 0)
+    assert idle_of(connection, "a")["gpuHours"] == pytest.approx(hours, abs=0.5)
+    working.cancel()
+
+
+def idle_of(connection: Connection, base_model: str) -> Json:
+    """Return what the status of a BaseModel says about idle GPUs."""
+    idle: Json = connection.api.objects[f"{BASE_MODELS}/{base_model}"]["status"]["idle"]
+    return idle
 
 
 def reason_of(connection: Connection, base_model: str) -> str | None:

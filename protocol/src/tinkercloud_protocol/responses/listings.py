@@ -88,7 +88,8 @@ class GpuUse(Answer):
     gpus: int
     """Number of GPUs that they request."""
     idle_gpus: int
-    """Number of those that nobody has used for five minutes, although their pods are ready."""
+    """Number of those that no request has started to use for five minutes, although their pods are
+    ready."""
     idle_gpu_hours: float
     """Hours that GPUs have been idle since the BaseModel was created, summed over GPUs."""
     idle_gpu_hours_by_month: dict[str, float]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find, timestamp
 from tinkercloud_crds.idle_gpus import IdleGpus
-from tinkercloud_operator.decide.pool.base_model_status import base_model_status
+from tinkercloud_operator.decide.pool.base_model_status import after_a_gap, base_model_status
 from tinkercloud_operator.decide.read import parsing
 from tinkercloud_operator.spec.resolved import Rejection, resolve
 from tinkercloud_testing.resources.sessions import (
@@ -192,6 +193,53 @@ def test_idle_hours_are_counted_and_written_when_the_number_of_idle_gpus_changes
     assert (used.idle.gpus, used.idle.gpu_hours) == (0, 6)
     assert used.idle.gpu_hours_by_month == {"2026-01": 6}
     assert gone.idle == used.idle
+
+
+def used_at(moment: datetime, unused_session: Json) -> Json:
+    annotations = {labels.LAST_ACTIVITY: timestamp(moment)}
+    return {
+        **unused_session,
+        "metadata": {**unused_session["metadata"], "annotations": annotations},
+    }
+
+
+def test_only_gpus_that_nobody_has_used_count_as_idle_while_no_operator_ran() -> None:
+    ten_hours, unknown = NOON + timedelta(hours=10), NOON + timedelta(hours=2)
+    at_rest = [
+        used_at(NOON - timedelta(minutes=5), unused(1)),
+        unused(2, role="Spare", owner="tinkercloud-pool", lora=None),
+    ]
+    later = {"phase": "Ready", "gpus": 16, "idleSince": timestamp(ten_hours - timedelta(hours=1))}
+    since_then = [used_at(unknown, unused(4)), session("Ready", 8), a_session_manifest()]
+    before = base_model_status(offered(), offered(), [unused(31)], NOON)
+
+    known = after_a_gap(
+        offered(status=written(before)),
+        [*at_rest, *since_then, a_session_manifest() | {"status": later}],
+    )
+    after = base_model_status(known, offered(), at_rest[1:], ten_hours)
+
+    assert known["status"]["idle"]["gpus"] == 3
+    assert (after.idle.gpus, after.idle.gpu_hours) == (2, 30)
+
+
+def test_nothing_changes_while_no_operator_ran_if_nothing_was_used() -> None:
+    before = base_model_status(offered(), offered(), [unused(4)], NOON)
+    stored = offered(status=written(before))
+
+    assert after_a_gap(stored, [unused(4)]) == stored
+    assert after_a_gap(offered(), [unused(4)]) == offered()
+
+
+def test_a_clock_that_is_set_back_counts_no_hours_twice() -> None:
+    first = base_model_status(offered(), offered(), [unused(4)], NOON)
+    earlier, later = NOON - timedelta(hours=1), NOON + timedelta(hours=1)
+
+    back = base_model_status(offered(status=written(first)), offered(), [unused(2)], earlier)
+    after = base_model_status(offered(status=written(back)), offered(), [], later)
+
+    assert (back.idle.since, back.idle.gpu_hours) == (timestamp(NOON), 0)
+    assert after.idle.gpu_hours == 2
 
 
 def test_hours_of_gpus_that_stay_idle_belong_to_the_months_in_which_they_passed() -> None:

@@ -12,7 +12,7 @@ from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, PoolStatus
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
-from tinkercloud_crds.idle_gpus import IdleGpus
+from tinkercloud_crds.idle_gpus import MONTHS, IdleGpus
 from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
@@ -158,7 +158,7 @@ def gpu_use(base_model: BaseModelView, now: datetime) -> GpuUse:
         gpus=base_model.gpus,
         idle_gpus=idle.gpus,
         idle_gpu_hours=idle.gpu_hours,
-        idle_gpu_hours_by_month=dict(sorted(months.items(), reverse=True)),
+        idle_gpu_hours_by_month=dict(sorted(months.items(), reverse=True)[:MONTHS]),
     )
 
 

@@ -5,6 +5,8 @@ from datetime import datetime
 
 from tinkercloud_crds.base_model import BaseModelStatus, PoolStatus, SparesStatus
 from tinkercloud_crds.conditions import ConditionStatus, ConditionType, Reason, moved
+from tinkercloud_crds.idle_gpus import IdleGpus
+from tinkercloud_crds.times import parse_time
 from tinkercloud_kube.objects import Manifest
 from tinkercloud_operator.decide.pool.pool_facts import is_cluster
 from tinkercloud_operator.decide.read import parsing
@@ -73,6 +75,37 @@ def base_model_status(
         pool=pool if reason is not Reason.DUPLICATE else None,
         spares=spares if reason is not Reason.DUPLICATE else None,
     )
+
+
+def after_a_gap(base_model: Manifest, sessions: Sequence[Manifest]) -> Manifest:
+    """Return a BaseModel whose idle GPUs are only those that were idle ever since `idle.since`.
+
+    For the first look at it after a time without an operator. When the use of the others started is
+    not known, so their hours since then do not count.
+
+    Args:
+        base_model: the BaseModel.
+        sessions: all sessions of its model name.
+    """
+    status = base_model.get("status", {})
+    idle = IdleGpus.model_validate(status.get("idle", {}))
+    counted = parse_time(idle.since)
+    if counted is None:
+        return base_model
+    unused = sum(
+        each["status"].get("gpus", 0) for each in sessions if _is_idle_since(each, counted)
+    )
+    kept = idle.model_copy(update={"gpus": min(idle.gpus, unused)})
+    return {**base_model, "status": {**status, "idle": kept.model_dump(by_alias=True)}}
+
+
+def _is_idle_since(session: Manifest, moment: datetime) -> bool:
+    """Return whether a session was idle at a moment, and has not been used since."""
+    idle_since = parse_time(session.get("status", {}).get("idleSince"))
+    used = parsing.last_activity(session)
+    if idle_since is None or idle_since > moment:
+        return False
+    return used is None or used <= idle_since
 
 
 def _problem(base_model: Manifest, active: Manifest | None) -> tuple[Reason, str]:

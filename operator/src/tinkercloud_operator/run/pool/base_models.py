@@ -6,7 +6,7 @@ import structlog
 
 from tinkercloud_kube.errors import KubernetesError
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_operator.decide.pool.base_model_status import base_model_status
+from tinkercloud_operator.decide.pool.base_model_status import after_a_gap, base_model_status
 from tinkercloud_operator.decide.pool.slots_plan import pool_status
 from tinkercloud_operator.decide.pool.spare_clusters import spares_status
 from tinkercloud_operator.run.cluster.executor import Executor
@@ -31,6 +31,8 @@ class BaseModels:
         self._spares = spares
         self._queue = WorkQueue()
         """BaseModels whose status may have changed."""
+        self._known: set[str] = set()
+        """BaseModels whose idle GPUs have been followed since this object was created."""
 
     def note(self, kind: str, manifest: Manifest) -> None:
         """Record a changed object: a BaseModel, or a session of one."""
@@ -78,11 +80,13 @@ class BaseModels:
         sessions = self._watched.sessions_of(model_name)
         pool = pool_status(self._pools.facts(model_name))
         spares = spares_status(self._spares.facts(model_name))
+        known = base_model if name in self._known else after_a_gap(base_model, sessions)
         status = base_model_status(
-            base_model, active, sessions, datetime.now(UTC), pool=pool, spares=spares
+            known, active, sessions, datetime.now(UTC), pool=pool, spares=spares
         )
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         content = self._executor.storable("BaseModel", written)
         if content != base_model.get("status"):
             uid = base_model["metadata"]["uid"]
             await self._executor.write_status("BaseModel", name, uid, content)
+        self._known.add(name)
