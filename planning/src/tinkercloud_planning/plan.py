@@ -38,6 +38,7 @@ from tinkercloud_planning.search import (
     micro_batch_tokens,
     smallest_engine,
 )
+from tinkercloud_planning.serving import serving_advice
 
 _CORES_PER_GPU = 4
 _SHARED_MEMORY_GIB_PER_GPU = 2
@@ -251,7 +252,7 @@ def plan(
     demand = _demand(architecture, sequence_length, lora_rank, slots)
     division = divide(demand, fleet)
     if division is None:
-        raise refusal(demand, fleet)
+        raise DoesNotFit(f"{refusal(demand, fleet)}{serving_advice(demand, fleet)}")
     return ModelPlan(demand, fleet, division, tuple(_reasons(demand, fleet, division)))
 
 

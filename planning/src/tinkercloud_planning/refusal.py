@@ -36,8 +36,6 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
         if remedies
         else "The planner found no change that would fit."
     )
-    if fleet.count == 1 and demand.lora_rank:
-        would += " --serve needs less: one process trains and samples with one copy of the model."
     return DoesNotFit(
         f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from tinkercloud_crds.pods.shapes import MAX_TOKENS
 from tinkercloud_planning.activations import SEPARATE
-from tinkercloud_planning.gpus import MEMORY_GIB, Gpu, gpu
+from tinkercloud_planning.gpus import MEMORY_GIB, Fleet, Gpu, gpu
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_planning.memory import GpuMemory, largest_micro_batch, training
 from tinkercloud_planning.refusal import DoesNotFit, describe, gib
@@ -77,6 +77,16 @@ def plan_serving(demand: Demand, kind: Gpu) -> ServingPlan:
     )
 
 
+def serving_advice(demand: Demand, fleet: Fleet) -> str:
+    """Return what a refusal says of `--serve`; empty if it would not fit either."""
+    if fleet.count > 1 or demand.lora_rank is None:
+        return ""
+    if _serving(demand, fleet.gpu):
+        return " --serve needs less: one process trains and samples with one copy of the model."
+    length = _longest_sequence(demand, fleet.gpu)
+    return f" With --serve, sequences of {length} tokens would fit." if length else ""
+
+
 def _serving(demand: Demand, kind: Gpu) -> ServingPlan | None:
     model_alone = _memory(demand, kind, 0, 0)
     room = kind.memory - model_alone.total
@@ -130,12 +140,17 @@ def _least_tokens(demand: Demand) -> int:
 def _remedy(demand: Demand, kind: Gpu) -> str:
     larger = [gpu(name) for name in MEMORY_GIB if gpu(name).memory > kind.memory]
     would = [f"1x{other.name}" for other in larger if _serving(demand, other)][:1]
-    length = demand.sequence_length // 2
-    while length >= _SHORTEST_SEQUENCE:
-        if _serving(replace(demand, sequence_length=length), kind):
-            would.append(f"sequences of {length} tokens")
-            break
-        length //= 2
+    if length := _longest_sequence(demand, kind):
+        would.append(f"sequences of {length} tokens")
     if not would:
         return "No known GPU is large enough: plan several for Kubernetes, without --serve."
     return f"What would fit: {'; '.join(would)}."
+
+
+def _longest_sequence(demand: Demand, kind: Gpu) -> int | None:
+    length = demand.sequence_length // 2
+    while length >= _SHORTEST_SEQUENCE:
+        if _serving(replace(demand, sequence_length=length), kind):
+            return length
+        length //= 2
+    return None

@@ -372,6 +372,15 @@ def put_signed(server: Server, url: str, content: bytes) -> Answer:
     return server.request("PUT", url.removeprefix(server.url), content, key=None)
 
 
+def test_an_upload_of_a_rank_that_no_adapter_may_have_is_refused_at_its_start(
+    server: Server,
+) -> None:
+    refused = start_external(server, "0.39.0", lora_config={"rank": 5000})
+
+    assert refused.status == 400
+    assert "lora_config.rank: must be at most 1024, got 5000" in refused.detail
+
+
 def test_an_adapter_is_uploaded_by_signed_urls_without_a_key(server: Server, folder: Path) -> None:
     started = start_external(server, "0.39.0").json()
 

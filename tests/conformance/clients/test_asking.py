@@ -114,7 +114,6 @@ def test_a_question_is_read_from_standard_input_without_its_last_line_break(
     [
         (("tiny/unknown", "What?"), None, "'tiny/unknown' is not served; served: 'tiny/chat'"),
         (("tinker://x", "What?"), None, "'tinker://x' is not tinker://RUN/sampler_weights/NAME"),
-        ((CHAT_MODEL, "What?", "--compare", "tiny/unknown"), None, "404: model: "),
         ((CHAT_MODEL, "x" * 2000), None, "512"),
         ((CHAT_MODEL, ""), None, "TEXT: it is empty"),
         ((CHAT_MODEL, "-"), b"", "TEXT: it is empty"),
@@ -128,6 +127,16 @@ def test_what_can_not_be_answered_says_why(
 
     assert (result.exit_code, result.stdout) == (1, "")
     assert why in result.stderr
+
+
+def test_the_answer_of_the_first_model_is_printed_though_the_second_has_none(
+    chat_server: Server,
+) -> None:
+    result = ask(chat_server, CHAT_MODEL, "What?", "--compare", "tiny/unknown")
+
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"{CHAT_MODEL}:")
+    assert "404: model: " in result.stderr
 
 
 def test_a_checkpoint_of_another_owner_does_not_exist(chat_server: Server, checkpoint: str) -> None:

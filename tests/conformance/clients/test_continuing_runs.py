@@ -179,6 +179,31 @@ def test_the_same_lines_continue_a_run_from_where_it_is_in_each_process_that_run
     assert losses_of(server, lines + f"assert step == {STEPS}\n") == expected[STEPS:]
 
 
+def test_the_lines_for_a_run_in_a_project_create_everything_in_it(
+    server: Server, expected: list[float]
+) -> None:
+    bob = server.new_key("bob-who-views")
+    for method, path, body in (
+        ("POST", "projects", {"name": "Continued", "project_id": "continued"}),
+        ("PUT", "projects/continued/members/bob-who-views", {"role": "viewer"}),
+    ):
+        assert server.request(method, f"/api/v1/{path}", body).status == 200
+    in_project = "ServiceClient(project_id='continued'"
+    with a_client(server, PLAIN.replace("ServiceClient(", f"{in_project}, ")) as client:
+        client.step()
+        client.leave(signal.SIGKILL)
+        live = printed(server, "attach", client.run, "--yes")
+        printed(server, "stop", client.run, "--yes")
+
+        ended = printed(server, "attach", client.run)
+        viewed = printed(server, "attach", client.run, key=bob)
+
+    assert all(f"tinker.{in_project})" in lines for lines in (live, ended))
+    assert "tinker.ServiceClient()" in viewed
+    assert losses_of(server, ended) == expected[1 : STEPS + 1]
+    assert shown(server, listed(server, "open")[0]["run_id"])["project_id"] == "continued"
+
+
 def test_a_run_of_a_closed_laptop_is_suspended_and_continues_to_the_bit_without_its_old_client(
     model_folder: Path, tmp_path: Path, expected: list[float]
 ) -> None:

@@ -169,9 +169,12 @@ def test_a_repeated_create_model_creates_one_model(server: Server, *, has_sessio
         ({"max_batch_size": 0}, "max_batch_size: "),
         (
             {"lora_config": {"rank": 512}},
-            "lora_config.rank: got 512, but 'tiny/llama' accepts at most 256",
+            "lora_config.rank: got rank 512, but 'tiny/llama' accepts at most 256",
         ),
-        ({"lora_config": {"rank": 10**9}}, "but 'tiny/llama' accepts at most 256 (limits.max_lora"),
+        (
+            {"lora_config": {"rank": 10**9}},
+            "but 'tiny/llama' accepts at most 256; use a lower rank, or raise limits.max_lora",
+        ),
         ({"model_name": "another/model"}, "is not served here"),
         ({"model_name": None}, "model_name: "),
         ({"model_seq_id": "0"}, "model_seq_id: "),

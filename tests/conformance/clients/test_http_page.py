@@ -27,6 +27,7 @@ CALLS = {
     *("cleanup_futures", "forward_backward", "forward", "optim_step", "save_weights"),
     *("save_weights_for_sampler", "load_weights", "weights_info", "sample", "asample"),
     *("create_sampling_client", "runs", "problems", "delete_model", "usage", "users"),
+    *("projects", "audit"),
 }
 """Calls that the page must have an example of."""
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tinkercloud_api.cli import app
 from tinkercloud_testing.clients.console_browser import Browser, text
-from tinkercloud_testing.clients.sdk_steps import step
+from tinkercloud_testing.clients.sdk_steps import score, step
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.serving.servers import API_KEY, Server
 
@@ -21,13 +21,14 @@ PROMPT = types.ModelInput.from_ints([5, 6, 7])
 
 @pytest.fixture(scope="module")
 def training(server: Server) -> tinker.TrainingClient:
-    """Return a run that has taken two steps, and of which one sample was drawn."""
+    """Return a run that has taken two steps and scored a text, and of which a sample was drawn."""
     client = server.client()
     other = client.create_lora_training_client(MODEL, rank=4).result()
     step(other)
     training = client.create_lora_training_client(MODEL, rank=4).result()
     for _ in range(2):
         step(training)
+    score(training, [5, 6, 7])
     sampler = training.save_weights_and_get_sampling_client().result()
     sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=2, stop=[])).result()
     wait_until(lambda: requests(server, training)[0]["name"] == "sample", "the last request")
@@ -47,6 +48,7 @@ def test_the_timeline_has_the_requests_of_the_run_and_of_its_samplers_only(
     assert Counter(each["name"] for each in found) == {
         "forward_backward": 2,
         "optim_step": 2,
+        "forward": 1,
         "save_weights_for_sampler": 1,
         "sample": 1,
     }

@@ -65,7 +65,8 @@ def team(own_server: Server) -> Iterator[Team]:
     keys = {name: own_server.new_key(name) for name in names}
     options = ("--api-key", keys["ann"], "--base-url", own_server.url)
     own_server.command("projects", "create", "Vision", "--id", "vision", *options)
-    own_server.command("projects", "set-member", "vision", "bob", "member", *options)
+    added = own_server.command("projects", "set-member", "vision", "bob", "member", *options)
+    assert added == "role of bob in vision: member\n"
     own_server.command("projects", "set-member", "vision", "vic", "viewer", *options)
     with tinker.ServiceClient(
         base_url=own_server.url, api_key=keys["ann"], project_id="vision"
@@ -274,7 +275,7 @@ def test_an_owner_can_be_a_member_before_it_has_a_key(team: Team) -> None:
     key = team.server.new_key("no-key-yet")
     found = team.server.request("GET", f"/api/v1/training_runs/{team.run}", key=key).status
     shown = json.loads(team.command("show", "vision", "--json"))
-    team.command("remove-member", "vision", "no-key-yet")
+    assert "no-key-yet is not a member" in team.command("remove-member", "vision", "no-key-yet")
 
     assert found == 200
     assert {"owner": "no-key-yet", "role": "viewer"} in shown

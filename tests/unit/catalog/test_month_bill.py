@@ -75,6 +75,14 @@ def test_the_prices_of_all_other_models_apply_to_those_without_their_own() -> No
     assert costs == [3.0, 1.0]
 
 
+def test_the_cost_of_few_tokens_is_not_rounded_away() -> None:
+    prices = PriceSettings.model_validate({"models": {"*": {"train": "0.4"}}})
+
+    few = bill([used(name, "a", trained=30) for name in ("ann", "bob")], [], 30, prices)
+
+    assert [row.cost for row in few] == [0.000012, 0.000012]
+
+
 async def test_storage_is_measured_once_a_day_and_deleted_checkpoints_stay_billed(
     engine: AsyncEngine,
 ) -> None:

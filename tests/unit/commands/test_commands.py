@@ -34,6 +34,7 @@ from tinkercloud_api.commands.common.progress import (
     waiting,
 )
 from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_protocol.responses.listings import BilledUsage
 from tinkercloud_protocol.responses.run_states import RunInfo
 from tinkercloud_testing.resources.charts import ROOT
 
@@ -412,6 +413,35 @@ def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
     groups = {"model_id", "project_id", "key_id", "key_name"}
     assert [name for name in header if name in groups] == grouped
     assert [dict(zip(header, each, strict=True))["base_model"] for each in rows] == ["m"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--by", "key"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
+)
+def test_options_that_a_month_would_ignore_are_refused(option: tuple[str, str]) -> None:
+    call = ["usage", "--month", "2026-11", *option, "--api-key", "tml-key"]
+
+    refused = CliRunner().invoke(app, call)
+
+    assert refused.exit_code == 1
+    said = " ".join(refused.stderr.split())
+    assert f"--month, {option[0]}: a month is listed as a whole" in said
+
+
+def test_a_month_is_printed_with_costs_of_four_decimals_and_exported_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = dict.fromkeys(BilledUsage.model_fields, 1) | {"cost": 0.000212}
+    answer = {"usage": [row], "total": 0.000212, "currency": "EUR"}
+    monkeypatch.setattr(usage_commands, "request", lambda *_: answer)
+    call = ["usage", "--month", "2026-11", "--api-key", "tml-key"]
+
+    table, exported = (CliRunner().invoke(app, [*call, *more]).stdout for more in ([], ["--csv"]))
+
+    assert "total: 0.0002 EUR" in table
+    assert "0.000212" not in table
+    assert "0.000212,EUR" in exported
 
 
 def test_a_run_that_waits_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

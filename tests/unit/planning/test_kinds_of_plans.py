@@ -123,6 +123,15 @@ def test_one_gpu_serves_what_a_session_would_need_more_gpus_for(
         assert f"export {name}={value}\n" in printed
 
 
+def test_one_gpu_is_offered_to_serve_only_sequences_that_it_can(qwen3_8b: str) -> None:
+    longest = words(qwen3_8b, "--gpus", "1xL4")
+
+    assert "With --serve, sequences of 2048 tokens would fit." in longest
+    options = (qwen3_8b, "--gpus", "1xL4", "--serve", "--sequence-length")
+    assert [run(*options, length).exit_code for length in ("2048", "4096")] == [0, 1]
+    assert "--serve" not in words(qwen3_8b, "--gpus", "1x8GiB")
+
+
 @pytest.mark.parametrize("kind", ["24GiB", "A100-40", "H100", "B200"])
 def test_a_served_model_has_one_copy_and_fits_with_a_full_cache(kind: str) -> None:
     model = read(CONFIGS["Qwen/Qwen3-8B"])

@@ -409,7 +409,18 @@ def test_a_model_that_is_nowhere_is_refused_with_what_to_do(hub: str, tmp_path: 
 
     assert result.returncode == 1
     assert "'acme/absent' is neither a local folder nor in the local" in result.stderr
+    assert "set HF_TOKEN" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_a_model_that_the_mirror_of_a_server_lacks_is_sought_at_the_hub(
+    hub: str, tmp_path: Path
+) -> None:
+    result = run_with_hub(f"{hub}/hf", tmp_path, "acme/absent", "--gpus", "1xL4")
+
+    assert result.returncode == 1
+    assert "unset HF_ENDPOINT, which names a Tinkercloud server" in " ".join(result.stderr.split())
+    assert "HF_TOKEN" not in result.stderr
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -319,13 +319,13 @@ class Authenticator:
             found = await self._look_up(key, key_hash, version)
             if found is None:
                 self._cached.pop(key_hash, None)
-                raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
+                raise Unauthenticated("the API key is unknown or has been revoked")
             principal = found
             if len(self._cached) >= _MAX_CACHED:
                 self._cached.clear()
             self._cached[key_hash] = (moment + REMEMBERED_SECONDS, principal)
         if principal.key_id in self._revoked:
-            raise Unauthenticated("X-API-Key: the key is unknown or has been revoked")
+            raise Unauthenticated("the API key is unknown or has been revoked")
         return principal
 
     async def _look_up(self, key: str, key_hash: str, version: int) -> Principal | None:

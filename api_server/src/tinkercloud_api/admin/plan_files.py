@@ -32,6 +32,8 @@ from tinkercloud_planning.serving import ServingPlan, plan_serving
 
 _DEFAULT_SEQUENCE_LENGTH = 32768
 _CONFIG = "config.json"
+_MIRROR = "/hf"
+"""Path under which a server has the tokenizers of its models, as HF_ENDPOINT of its clients."""
 _HEAD_IMAGE = "tinkercloud-worker"
 _MODELS_CLAIM = "models"
 _PACKAGE = "tinkercloud-api"
@@ -159,10 +161,15 @@ def _from_hub(model: str) -> Path:
         ) from error
     except OSError as error:
         reason = next(iter(str(error.__cause__ or error).splitlines()), type(error).__name__)
+        remedy = "set HF_TOKEN for a gated model"
+        if constants.ENDPOINT.endswith(_MIRROR):
+            remedy = (
+                "unset HF_ENDPOINT, which names a Tinkercloud server: it has only its own models"
+            )
         raise CannotPlan(
             f"{model!r} is neither a local folder nor in the local Hugging Face cache, and its"
             f" {_CONFIG} cannot be downloaded from {constants.ENDPOINT} ({reason}); pass a folder"
-            " that contains it, or set HF_TOKEN for a gated model"
+            f" that contains it, or {remedy}"
         ) from error
 
 

@@ -110,6 +110,7 @@ def set_member(
 ) -> None:
     """Add a member, or change its role."""
     request("PUT", base_url, api_key, _member(project, owner), {"role": str(role)})
+    say_line(f"role of {owner} in {project}: {role}")
 
 
 @app.command("remove-member")
@@ -118,6 +119,7 @@ def remove_member(
 ) -> None:
     """Remove a member, who loses access with its next request."""
     request("DELETE", base_url, api_key, _member(project, owner))
+    say_line(f"{owner} is not a member of {project}")
 
 
 @app.command("move")

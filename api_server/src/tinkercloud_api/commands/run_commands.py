@@ -68,7 +68,7 @@ from tinker import types
 from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
 run = {run!r}
-service_client = tinker.ServiceClient()
+service_client = tinker.ServiceClient({project})
 holder = service_client.holder
 
 
@@ -93,7 +93,7 @@ holder._sampling_client_counter = {sampler} + attached["next_seq_id"]
 _RESTORING = """\
 import tinker
 
-service_client = tinker.ServiceClient()
+service_client = tinker.ServiceClient({project})
 training_client = service_client.create_training_client_from_state_with_optimizer(
     {path!r}
 ).result()
@@ -360,7 +360,7 @@ def attach_run(
             confirm(question, skipped=yes)
         _say_wait("continuing", found)
         attached = _attach(found, api_key, base_url)
-        typer.echo(_attaching(run, attached, api_key, base_url))
+        typer.echo(_attaching(found, attached, api_key, base_url))
         return
     if found["state"] not in _GONE:
         fail(f"training run {run} can't be continued now: {found['reason']}")
@@ -368,8 +368,9 @@ def attach_run(
         fail(f"training run {run} has no checkpoint to continue from ({found['reason']})")
     newest = found["checkpoints"][0]
     say_line(f"# Run {run} {_GONE[found['state']]}: {found['reason']}. This is a new run.")
-    step = newest["step"]
-    typer.echo(_RESTORING.format(path=newest["tinker_path"], taken=_taken(step, step)))
+    project, step = _project(found, api_key, base_url), newest["step"]
+    lines = _RESTORING.format(project=project, path=newest["tinker_path"], taken=_taken(step, step))
+    typer.echo(lines)
 
 
 def _attach(run: dict[str, Any], api_key: str, base_url: str | None) -> dict[str, Any]:
@@ -412,26 +413,41 @@ async def _attach_once(run_id: str, api_key: str, url: str) -> dict[str, Any]:
     return attached
 
 
-def _attaching(run: str, attached: dict[str, Any], api_key: str, base_url: str | None) -> str:
+def _attaching(
+    run: dict[str, Any], attached: dict[str, Any], api_key: str, base_url: str | None
+) -> str:
     """Return the lines that continue a run that lives.
 
     Args:
-        run: its id.
+        run: the run, as the server describes it.
         attached: the answer of the server to a client that attached to it.
         api_key: the caller's key.
         base_url: URL of the server; None means the running server of this machine.
     """
-    info = request("POST", base_url, api_key, "get_info", {"model_id": run})
+    info = request("POST", base_url, api_key, "get_info", {"model_id": run["run_id"]})
     # The lines attach again: numbers of requests that an earlier use has sent would return the
     # results of that time. The SDK counts requests from 0 and sends the number plus one. Each
     # sampler of unsaved weights needs a number that no earlier client of the model has used.
     return _ATTACHING.format(
-        index=int(run.rpartition(":")[2]),
-        run=run,
+        index=int(run["run_id"].rpartition(":")[2]),
+        run=run["run_id"],
+        project=_project(run, api_key, base_url),
         info=json.dumps(info),
         sampler=_FIRST_SAMPLER,
         taken=_taken(attached.get("step"), 'attached["step"]'),
     )
+
+
+def _project(run: dict[str, Any], api_key: str, base_url: str | None) -> str:
+    """Return the argument that puts what a client creates into the project of a run.
+
+    It is empty for a run without a project, and for a viewer, who creates nothing in it.
+    """
+    project = run["project_id"]
+    if project is None:
+        return ""
+    role = request("GET", base_url, api_key, f"projects/{quote(project, safe='')}")["role"]
+    return "" if role == "viewer" else f"project_id={project!r}"
 
 
 def _taken(step: int | None, value: object) -> str:

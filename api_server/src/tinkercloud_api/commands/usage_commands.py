@@ -73,7 +73,9 @@ def show_usage(
     api_key: ApiKey,
     base_url: BaseUrl = None,
     *,
-    by: Annotated[By, typer.Option(help="What to sum up in each row; days are in UTC.")] = By.MODEL,
+    by: Annotated[
+        By | None, typer.Option(help="What to sum up; days are in UTC. Default: model.")
+    ] = None,
     owner: Annotated[
         str | None, typer.Option(help="List the usage of this owner (admins only).")
     ] = None,
@@ -88,7 +90,9 @@ def show_usage(
         datetime | None,
         typer.Option(formats=_FORMATS, help="Only before this time, in UTC.", show_default=False),
     ] = None,
-    limit: Annotated[int, typer.Option(help="Maximum number of rows to list.")] = 100,
+    limit: Annotated[
+        int | None, typer.Option(help="Maximum number of rows to list. Default: 100.")
+    ] = None,
     month: Annotated[
         str | None,
         typer.Option(
@@ -105,13 +109,16 @@ def show_usage(
     """List the tokens and the time of the engine that were used, the storage, and the limits."""
     if as_csv and as_json:
         fail("--csv, --json: choose one of them")
+    times = {"since": since, "until": until}
     if month is not None:
+        _refuse({"by": by, **times, "limit": limit})
         scope = "accessible" if everybody else "owned"
         asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
         _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
         return
-    query = {"by": str(by), "limit": limit, "access_scope": "accessible" if everybody else "owned"}
-    times = {"since": since, "until": until}
+    by = by or By.MODEL
+    query = {"by": str(by), "limit": 100 if limit is None else limit}
+    query["access_scope"] = "accessible" if everybody else "owned"
     query |= {name: moment(t.replace(tzinfo=UTC)) for name, t in times.items() if t is not None}
     if owner is not None:
         query["owner"] = owner
@@ -123,6 +130,15 @@ def show_usage(
         typer.echo(json.dumps(answer))
         return
     _print(answer, str(by) if by in _GROUPED else "from (UTC)")
+
+
+def _refuse(selecting: Mapping[str, object]) -> None:
+    """Exit if any option was given that a month would ignore."""
+    if given := [f"--{name}" for name, value in selecting.items() if value is not None]:
+        fail(
+            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, project and base"
+            " model; leave out one or the other"
+        )
 
 
 def _print(answer: dict[str, Any], what: str) -> None:
@@ -211,10 +227,12 @@ def _show_month(
             {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
         ]
         show(texts, list(_MONTH_COLUMNS), as_json=False)
-        typer.echo(f"total: {answer['total']} {answer['currency']}")
+        typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
         if any(row["cost"] is None for row in rows):
             typer.echo("-: no price in the setting `prices` of the server")
 
 
 def _text(value: object) -> str:
+    if isinstance(value, float):
+        value = round(value, 4)
     return "-" if value is None else str(value)

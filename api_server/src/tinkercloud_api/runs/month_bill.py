@@ -11,7 +11,8 @@ from tinkercloud_protocol.responses.listings import BilledUsage
 
 _MILLION = Decimal(1_000_000)
 _GIB = Decimal(1 << 30)
-_SMALLEST = Decimal("0.0001")
+COST_DECIMALS = 9
+"""A token at 0.001 for a million still counts."""
 
 
 @dataclass(slots=True)
@@ -74,5 +75,5 @@ def _billed(
         cached_tokens=amounts.cached,
         sampled_tokens=amounts.sample,
         storage_gib_months=float(round(amounts.storage, 6)),
-        cost=float(cost.quantize(_SMALLEST)) if cost is not None else None,
+        cost=round(float(cost), COST_DECIMALS) if cost is not None else None,
     )

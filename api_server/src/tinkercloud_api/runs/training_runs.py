@@ -106,7 +106,7 @@ class TrainingRuns:
                 f" the optimizer state of {manifest.optimizer.type!r}, which this call restores"
                 " (optimizer is true); omit optimizer_config, or load without the optimizer"
             )
-        _check_rank(manifest.lora, self.served(manifest.base_model))
+        _check_rank(manifest.lora, self.served(manifest.base_model), f"the adapter of {path}")
         optimizer = request.optimizer_config or OptimizerConfig()
         spec = ModelSpec(
             owner=principal.owner,
@@ -185,7 +185,7 @@ class TrainingRuns:
                 announces more than the server accepts.
         """
         served = self.served(request.base_model)
-        _check_rank(request.lora_config, served)
+        _check_rank(request.lora_config, served, "lora_config.rank")
         _check_sizes(request, served)
         return served
 
@@ -232,8 +232,8 @@ class TrainingRuns:
         await self.locator.deleted.release(runs, samplers)
 
 
-def _check_rank(lora: LoraConfig | None, served: ServedModel) -> None:
-    """Check the rank of a new run's adapter.
+def _check_rank(lora: LoraConfig | None, served: ServedModel, source: str) -> None:
+    """Check the rank of a new run's adapter, which `source` gives.
 
     Raises:
         InvalidRequest: it is too high.
@@ -241,8 +241,8 @@ def _check_rank(lora: LoraConfig | None, served: ServedModel) -> None:
     most = served.max_lora_rank
     if lora is not None and most is not None and lora.rank > most:
         raise InvalidRequest(
-            f"lora_config.rank: got {lora.rank}, but {served.name!r} accepts at most {most}"
-            " (limits.max_lora_rank); use a lower rank"
+            f"{source}: got rank {lora.rank}, but {served.name!r} accepts at most {most}; use a"
+            " lower rank, or raise limits.max_lora_rank of the server"
         )
 
 

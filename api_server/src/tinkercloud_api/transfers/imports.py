@@ -125,9 +125,12 @@ class Imports:
 
     async def start_external(self, request: StartExternalUpload, caller: Principal) -> Upload:
         """Start an upload whose configuration is a file of it. Raises as `start`."""
+        rank = request.lora_config.rank
+        if rank > peft.MAX_RANK:
+            raise InvalidRequest(f"lora_config.rank: must be at most {peft.MAX_RANK}, got {rank}")
         await self._check_project(request.destination_project_id, caller)
         draft = self._draft(request.base_model, caller.owner, "uploaded")
-        manifest = draft.model_copy(update={"lora": LoraConfig(rank=request.lora_config.rank)})
+        manifest = draft.model_copy(update={"lora": LoraConfig(rank=rank)})
         return await self._reserve(manifest, {}, 0, request.destination_project_id)
 
     async def _check_project(self, project_id: str | None, caller: Principal) -> None:

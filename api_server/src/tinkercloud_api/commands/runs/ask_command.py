@@ -66,18 +66,17 @@ def ask_model(
     if not prompt:
         fail("TEXT: it is empty; write a question, or - and send one to standard input")
     others = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    answers = {}
+    answers = []
     for each in dict.fromkeys([model] if compare is None else [model, compare]):
         wait_until_loaded(each, api_key, base_url)
         body = body_of(kind, prompt, model=each, **others)
-        answers[each] = request("POST", base_url, api_key, PATHS[kind], body)
+        answers.append(request("POST", base_url, api_key, PATHS[kind], body))
+        if not as_json:
+            if compare is not None:
+                say_line(f"{each}:")
+            _print_answer(kind, answers[-1], with_tokens=logprobs)
     if as_json:
-        typer.echo(json.dumps(list(answers.values())))
-        return
-    for name, content in answers.items():
-        if compare is not None:
-            say_line(f"{name}:")
-        _print_answer(kind, content, with_tokens=logprobs)
+        typer.echo(json.dumps(answers))
 
 
 def _print_answer(kind: Kind, content: dict[str, Any], *, with_tokens: bool) -> None:

@@ -13,7 +13,7 @@ from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.runs.month_bill import bill
+from tinkercloud_api.runs.month_bill import COST_DECIMALS, bill
 from tinkercloud_protocol.heads.reports.usage_reports import hour_after, hour_of, start_of
 from tinkercloud_protocol.responses.listings import MonthUsage, OwnerStorage, OwnerUsage, UsageList
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
@@ -87,7 +87,7 @@ async def show_month(
         month=month,
         currency=server.settings.prices.currency,
         usage=list(rows),
-        total=round(sum(row.cost or 0.0 for row in rows), 4),
+        total=round(sum(row.cost or 0.0 for row in rows), COST_DECIMALS),
     )
 
 

@@ -102,10 +102,9 @@ class LiveModel:
         if isinstance(received.content, WireError):
             return refusal(received.content, role_of_unread(received.path))
         operation = self.operation(received.content, RequestSource(received.path, received.body))
-        name = received.path.rpartition("/")[2]
         pauses, owner = self.queue.pauses, self.spec.owner
         timed = self.spans.timed(
-            str(self.model_id), name, owner, operation.run, pauses.seconds_before
+            str(self.model_id), _name_of(received), owner, operation.run, pauses.seconds_before
         )
         return replace(operation, run=timed)
 
@@ -186,6 +185,13 @@ def role_of(request: OrderedRequest) -> Role:
             return "load"
         case _:
             return "other"
+
+
+def _name_of(received: Received) -> str:
+    """Return the name of the call: SDKs send `forward` as a forward_backward without gradients."""
+    if isinstance(received.content, ForwardBackwardRequest) and received.content.forward_only:
+        return "forward"
+    return received.path.rpartition("/")[2]
 
 
 def new_model(
