@@ -109,6 +109,7 @@ BAD_CREATIONS: dict[str, tuple[dict[str, object], int, str]] = {
     "unknown session": ({"session_id": "nobody"}, 404, "session 'nobody' does not exist"),
     "index of text": ({"model_seq_id": "one"}, 400, "model_seq_id"),
     "no model": ({"base_model": None}, 400, "base_model"),
+    "rank": ({"lora_config": {"rank": 1000}}, 400, "lora_config.rank: got rank 1000"),
 }
 
 
@@ -122,16 +123,12 @@ def test_an_invalid_creation_is_rejected_immediately(run: Run, name: str) -> Non
     assert reason in answer.detail
 
 
-def test_creations_that_only_the_engine_can_validate_fail_with_a_reason(run: Run) -> None:
-    requests = {
-        "rank": run.create(10, lora_config={"rank": 1000}),
-        "dimuon": run.create(11, optimizer_config={"type": "dimuon", "version": 1}),
-    }
+def test_a_creation_that_only_the_engine_can_validate_fails_with_a_reason(run: Run) -> None:
+    request = run.create(11, optimizer_config={"type": "dimuon", "version": 1})
 
-    for reason, request in requests.items():
-        outcome = run.outcome(run.server.post("create_model", request))
+    outcome = run.outcome(run.server.post("create_model", request))
 
-        assert reason in str(outcome["error"])
+    assert "dimuon" in str(outcome["error"])
 
 
 def test_a_reused_model_index_for_another_model_is_rejected(run: Run) -> None:

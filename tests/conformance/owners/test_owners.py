@@ -76,4 +76,4 @@ def test_missing_and_unknown_keys_are_rejected(server: Server) -> None:
             answer = server.post(path, {}, key=key)
 
             assert answer.status == 401
-            assert "X-API-Key" in answer.detail
+            assert "API" in answer.detail
