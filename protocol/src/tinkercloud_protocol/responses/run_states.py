@@ -22,9 +22,9 @@ created yet. `lost`: its head stopped without saving it. `ended`: deleted by its
 RunStatus = Literal["open", RunState, "running", "idle"]
 """What runs are searched by: where their models are, or what their requests wait for.
 
-`open`: all that have not ended. `running`: a request is computed, and `idle`: there is none, for
-models in the memory of a session head. `waiting`: those that are not created yet, and those whose
-next request waits, for whatever reason; the others are as `RunState` says.
+`open`: not ended. `running` and `idle`: the model is in the memory of a session head, with or
+without a running request. `waiting`: the model is not created yet, or the next request waits. For
+the other values, see `RunState`.
 """
 
 

@@ -15,7 +15,7 @@ class Heads:
     """The running heads that a server uses."""
 
     generations: Set[str]
-    """Generations of those that are shared by many runs."""
+    """Generations of the shared heads."""
     runs: Set[str]
     """Ids of runs that have a place on a head, or get one now."""
 
