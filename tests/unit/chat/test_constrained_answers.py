@@ -20,8 +20,8 @@ from tinkercloud_testing.small_models.models import (
     tiny_llama,
 )
 from tinkercloud_testing.training.engines import a_sampling_request, an_engine, publish_adapter
-from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.grammar.grammars import Grammar, Grammars
+from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.engine.sampling.sampler_interface import (
     LogitChanges,

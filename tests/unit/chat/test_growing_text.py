@@ -15,8 +15,8 @@ from tinkercloud_testing.small_models.text_tokenizers import (
     a_tokenizer,
     encode,
 )
-from tinkercloud_worker.chat.grammar.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.rules.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
 from tinkercloud_worker.chat.tool_formats.known import HERMES
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader

@@ -21,10 +21,10 @@ from tinkercloud_testing.small_models.tool_templates import (
     encoded,
 )
 from tinkercloud_worker.chat.conversation import Asked
-from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.grammar.grammars import Grammars
 from tinkercloud_worker.chat.openai_requests import read_chat
 from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_formats.known import format_of
 from tinkercloud_worker.engine.sampling.token_grammar import TokenGrammar

@@ -22,8 +22,8 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
-from tinkercloud_worker.chat.grammar.answer_rules import Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
+from tinkercloud_worker.chat.rules.answer_rules import Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.text import ChatText
 
 IGNORED = frozenset(

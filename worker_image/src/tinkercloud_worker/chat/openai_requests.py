@@ -23,7 +23,7 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
-from tinkercloud_worker.chat.grammar.answer_rules import ANY_OBJECT, Function, ToolChoice, rule_of
+from tinkercloud_worker.chat.rules.answer_rules import ANY_OBJECT, Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.text import ChatText
 
 IGNORED = frozenset(

@@ -16,15 +16,15 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.chat.exact_values import ExactValues
-from tinkercloud_worker.chat.grammar.answer_rules import (
+from tinkercloud_worker.chat.parts import suffix_length
+from tinkercloud_worker.chat.prompt_limits import check_text
+from tinkercloud_worker.chat.rules.answer_rules import (
     THINK,
     THINK_END,
     AnswerRule,
     Function,
     Reasoning,
 )
-from tinkercloud_worker.chat.parts import suffix_length
-from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.token_bytes import TokenBytes
 from tinkercloud_worker.chat.tool_formats.known import FORMATS, HERMES, format_of
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat

@@ -1,1 +1,1 @@
-"""Which answers a request allows, and the grammars that enforce it."""
+"""Grammars that enforce the rules of answers, compiled for the tokens of one model."""

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tinkercloud_protocol.wire.errors import InvalidRequest, Unavailable
-from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, schemas_of
 from tinkercloud_worker.chat.grammar.grammar_check import SECONDS, compiled
+from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, schemas_of
 from tinkercloud_worker.chat.text import ChatText
 
 log = logging.getLogger(__name__)

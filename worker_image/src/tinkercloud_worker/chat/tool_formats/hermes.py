@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Sequence
 
-from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.rules.lark import json_rule, literal
 from tinkercloud_worker.chat.tool_formats.json_calls import MarkOutsideStrings, calls_in
-from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
 from tinkercloud_worker.chat.tool_formats.marked_calls import (
     MarkedForm,
     MarkedReader,

@@ -19,10 +19,10 @@ from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.grammar.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
+from tinkercloud_worker.chat.rules.lark import json_rule, literal
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, JsonEnd, calls_in
-from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
 from tinkercloud_worker.chat.tool_formats.marked_calls import (
     MarkedForm,
     MarkedReader,

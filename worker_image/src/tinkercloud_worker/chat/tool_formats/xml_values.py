@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.tool_formats.lark import json_rule, literal
+from tinkercloud_worker.chat.rules.lark import json_rule, literal
 
 Schema = Mapping[str, Any]
 _END = literal("\n</parameter>\n")

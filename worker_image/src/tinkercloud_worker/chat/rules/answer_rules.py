@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.chat.tool_formats.lark import HEADER, json_rule
+from tinkercloud_worker.chat.rules.lark import HEADER, json_rule
 
 THINK, THINK_END = "<think>", "</think>"
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
