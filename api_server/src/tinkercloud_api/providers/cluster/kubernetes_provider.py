@@ -11,11 +11,12 @@ a pool, the pods are those of a pool cluster, on which the operator gives the se
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, Self
 
 import structlog
 
@@ -66,6 +67,24 @@ log = structlog.get_logger(__name__)
 class KubernetesProvider(SessionProvider):
     """Session heads in pods."""
 
+    WATCHES: Mapping[str, Callable[[Self], Coroutine[Any, Any, None]]] = MappingProxyType(
+        {
+            "watch sessions": lambda self: self._sessions.run(),
+            "watch base models": lambda self: self._base_models.run(),
+            "watch tenants": lambda self: self._tenants.run(),
+        }
+    )
+    """What runs as long as the provider, by name of its task. Used heads have leases as well."""
+    SHUTDOWN: tuple[Callable[[Self], Awaitable[None]], ...] = (
+        lambda self: self._end_watches(),
+        lambda self: self._activity_annotator.stop(),
+        lambda self: self._durability.stop(),
+        lambda self: self._endpoints.stop(),
+        lambda self: self._client.close(),
+        lambda self: self._api.close(),
+    )
+    """The steps of `stop`, in order."""
+
     def __init__(
         self,
         namespace: str,
@@ -99,8 +118,8 @@ class KubernetesProvider(SessionProvider):
         self._endpoints = HeadEndpoints(self._api, self._client, record_report, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)
-        for run in (self._sessions.run, self._base_models.run, self._tenants.run):
-            self._watching.append(asyncio.create_task(run()))
+        for name, run in self.WATCHES.items():
+            self._watching.append(asyncio.create_task(run(self), name=name))
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
         try:
             await self._sessions.is_filled.wait()
@@ -111,15 +130,14 @@ class KubernetesProvider(SessionProvider):
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`. Sessions keep running for other replicas and processes."""
+        for step in self.SHUTDOWN:
+            await step(self)
+
+    async def _end_watches(self) -> None:
         for task in self._watching:
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
-        await self._activity_annotator.stop()
-        await self._durability.stop()
-        await self._endpoints.stop()
-        await self._client.close()
-        await self._api.close()
 
     @property
     def api(self) -> Client:

@@ -1,7 +1,7 @@
 """An in-memory API server, for tests of the requests that the operator sends.
 
-It stores, lists, applies, rejects and deletes objects. It validates nothing, and no controller acts
-on the objects: tests of that need a control plane.
+It stores, lists, watches, applies, rejects and deletes objects. It validates nothing, and no
+controller acts on the objects: tests of that need a control plane.
 """
 
 import asyncio
@@ -12,8 +12,10 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import yaml
 from aiohttp import web
 from kubernetes.aio import client
 
@@ -22,6 +24,35 @@ from tinkercloud_kube.client import Client
 
 Json = dict[str, Any]
 MOMENT = "2026-01-01T12:00:00Z"
+_KINDS = {
+    "api/v1": {
+        "Pod": "pods",
+        "Service": "services",
+        "ConfigMap": "configmaps",
+        "Secret": "secrets",
+        "Namespace": "namespaces",
+    },
+    "apis/tinkercloud.dev/v1alpha1": {
+        "TrainingSession": "trainingsessions",
+        "BaseModel": "basemodels",
+        "Tenant": "tenants",
+    },
+    "apis/ray.io/v1": {"RayCluster": "rayclusters"},
+    "apis/networking.k8s.io/v1": {"NetworkPolicy": "networkpolicies"},
+    "apis/policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
+    "apis/resource.k8s.io/v1": {"ResourceClaimTemplate": "resourceclaimtemplates"},
+    "apis/batch/v1": {"Job": "jobs"},
+    "apis/coordination.k8s.io/v1": {"Lease": "leases"},
+}
+"""The plurals of kinds by API. kopf watches nothing where there are no namespaces."""
+
+
+def path_of(kind: str, name: str) -> str:
+    """Return the path of an object in the namespace `default`."""
+    [collection] = [
+        f"/{api}/namespaces/default/{kinds[kind]}" for api, kinds in _KINDS.items() if kind in kinds
+    ]
+    return f"{collection}/{name}"
 
 
 @dataclass
@@ -49,6 +80,8 @@ class MemoryApi:
     executed_writes: float = math.inf
     """Maximum number of writes; others, and requests after them, get no response."""
     _versions: Callable[[], int] = field(default_factory=lambda: count(1).__next__)
+    _watches: list[tuple[str, asyncio.Queue[Json]]] = field(default_factory=list)
+    """The paths of the watched collections, and the events that have not been sent."""
 
     @property
     def writes(self) -> list[str]:
@@ -63,8 +96,14 @@ class MemoryApi:
         stored = {**before, **copy.deepcopy(dict(manifest))}
         own = {**kept, **before["metadata"], **stored.get("metadata", {}), **metadata}
         stored["metadata"] = {**own, "resourceVersion": str(self._versions())}
+        self._announce("MODIFIED" if path in self.objects else "ADDED", path, stored)
         self.objects[path] = stored
         return stored
+
+    def _announce(self, event: str, path: str, manifest: Json) -> None:
+        for collection, events in self._watches:
+            if path.rsplit("/", 1)[0] == collection:
+                events.put_nowait({"type": event, "object": manifest})
 
     async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
         """Respond to a request."""
@@ -76,6 +115,8 @@ class MemoryApi:
         if status is not None and method != "GET":
             return _status(status, self.explanation)
         match method:
+            case "GET" if request.query.get("watch") == "true":
+                return await self._watch(request)
             case "GET":
                 return self._get(path)
             case "POST":
@@ -107,23 +148,64 @@ class MemoryApi:
         wanted = options.get("preconditions", {})
         if any(found["metadata"].get(key) != value for key, value in wanted.items()):
             return _status(409, "the precondition does not hold")
+        if path in self.objects:
+            self._announce("DELETED", path, found)
         return web.json_response(self.objects.pop(path, {}))
+
+    async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Send the changes of a collection until the client leaves, whatever it selects."""
+        response, events = web.StreamResponse(), asyncio.Queue[Json]()
+        await response.prepare(request)
+        self._watches.append((request.path, events))
+        since = int(request.query["resourceVersion"])
+        for path, manifest in self.objects.items():
+            is_newer = int(manifest["metadata"]["resourceVersion"]) > since
+            if is_newer and path.rsplit("/", 1)[0] == request.path:
+                events.put_nowait({"type": "MODIFIED", "object": manifest})
+        try:
+            while True:
+                await response.write(json.dumps(await events.get()).encode() + b"\n")
+        finally:
+            self._watches.remove((request.path, events))
+
+    def _discover(self, path: str) -> Json | None:
+        """Return the answer to a question for APIs or kinds; None if it is none."""
+        if path == "/api":
+            return {"versions": ["v1"]}
+        if path == "/apis":
+            apis = [api.split("/")[1:] for api in _KINDS if api.startswith("apis/")]
+            versions = {group: {"version": version} for group, version in apis}
+            return {
+                "groups": [
+                    {"name": group, "versions": [version], "preferredVersion": version}
+                    for group, version in versions.items()
+                ]
+            }
+        kinds = _KINDS.get(path.strip("/"))
+        if kinds is None:
+            return None
+        verbs = ["list", "watch", "patch"]
+        return {
+            "resources": [
+                {"name": plural, "kind": kind, "singularName": "", "namespaced": True}
+                | {"verbs": verbs}
+                for kind, plural in kinds.items()
+            ]
+        }
 
     def _get(self, path: str) -> web.Response:
         if path in self.objects:
             return web.json_response(self.objects[path])
-        if path == "/apis/ray.io/v1":
-            known = [{"name": "rayclusters"}] if self.has_kuberay else []
-            return web.json_response({"resources": known})
-        if path == "/apis/tinkercloud.dev/v1alpha1" and self.has_definitions:
-            known = [{"name": name} for name in ("basemodels", "trainingsessions", "tenants")]
-            return web.json_response({"resources": known})
         if path.startswith("/openapi/v3") and self.openapi:
             return self._get_openapi(path.removeprefix("/openapi/v3").strip("/"))
-        if path == "/apis/resource.k8s.io/v1":
-            if not self.has_device_claims:
-                return _status(404, "not found")
-            return web.json_response({"resources": [{"name": "resourceclaimtemplates"}]})
+        if path == "/apis/ray.io/v1" and not self.has_kuberay:
+            return web.json_response({"resources": []})
+        if path == "/apis/resource.k8s.io/v1" and not self.has_device_claims:
+            return _status(404, "not found")
+        if path == "/apis/tinkercloud.dev/v1alpha1" and not self.has_definitions:
+            return _status(404, "not found")
+        if (discovered := self._discover(path)) is not None:
+            return web.json_response(discovered)
         items = [item for key, item in self.objects.items() if key.rsplit("/", 1)[0] == path]
         if not items and not path.endswith("s"):
             return _status(404, "not found")
@@ -157,6 +239,21 @@ class Connection:
     client: client.ApiClient
     cluster: Client
     """The client of an operator that is the leader."""
+
+    def write_kubeconfig(self, folder: Path) -> Path:
+        """Write a kubeconfig file with which a program reaches the server; return its path."""
+        name = "memory"
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": name, "cluster": {"server": self.client.configuration.host}}],
+            "users": [{"name": name, "user": {"token": name}}],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": name}}],
+            "current-context": name,
+        }
+        path = folder / "kubeconfig"
+        path.write_text(yaml.safe_dump(content))
+        return path
 
 
 @contextlib.asynccontextmanager
