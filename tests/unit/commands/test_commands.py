@@ -36,47 +36,8 @@ from tinkercloud_api.commands.common.progress import (
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_protocol.responses.listings import BilledUsage
 from tinkercloud_protocol.responses.run_states import RunInfo
-from tinkercloud_testing.resources.charts import ROOT
 
-ONLY_CHANGE = {
-    *("keys revoke", "sessions delete", "checkpoints delete"),
-    *("users create", "users set-role", "users disable", "users enable"),
-    *("projects rename", "projects delete", "projects set-member", "projects remove-member"),
-    "projects move",
-}
-"""Commands that only change something."""
-RUN_ON = {"serve", "demo", "drain"}
-"""Commands that print what happens while they run."""
-PRINT_TEXT = {"runs attach", "logs", "audit export"}
-"""Commands whose output is Python code, a log, or JSON in any case."""
 HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
-
-
-def commands(group: object, name: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Yield all commands with their options."""
-    for word, command in getattr(group, "commands", {}).items():
-        yield from commands(command, f"{name} {word}".strip())
-    if not hasattr(group, "commands"):
-        yield name, {option for each in getattr(group, "params", ()) for option in each.opts}
-
-
-def test_the_page_about_troubleshooting_lists_every_command() -> None:
-    page = (ROOT / "docs" / "use" / "troubleshooting.md").read_text()
-    listed: set[str] = set()
-    for words in re.findall(r"`([^`]+)`", page[page.index("\nCommands: ") :]):
-        group, *names = re.split(r"[ |]", words.removeprefix("tinkercloud "))
-        listed |= {f"{group} {name}" for name in names} or {group}
-
-    found = dict(commands(get_command(app)))
-    unlisted = {name for name in found if not {name, name.partition(" ")[0]} & listed}
-    assert unlisted == set()
-
-
-def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
-    found = dict(commands(get_command(app)))
-
-    without = {name for name, options in found.items() if "--json" not in options}
-    assert without == ONLY_CHANGE | RUN_ON | PRINT_TEXT
 
 
 def help_texts(group: object) -> Iterator[str]:

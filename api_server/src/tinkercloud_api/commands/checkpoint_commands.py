@@ -93,11 +93,19 @@ def delete_checkpoints(
     ],
     api_key: ApiKey,
     base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Delete checkpoints."""
-    for path, url in [(path, _url_of(path)) for path in paths]:
+    urls = {path: _url_of(path) for path in paths}
+    confirm(f"Delete {', '.join(urls)}?", skipped=yes)
+    for path, url in urls.items():
         request("DELETE", base_url, api_key, url)
-        say_line(f"deleted {path}")
+        if not as_json:
+            say_line(f"deleted {path}")
+    if as_json:
+        typer.echo(json.dumps({"deleted": list(urls)}))
 
 
 @app.command("keep")
@@ -288,9 +296,12 @@ def list_uploads(
         list[str] | None,
         typer.Option(metavar="UPLOAD", help="Id of an upload to delete first. Can be repeated."),
     ] = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """List unfinished uploads of adapters, oldest first."""
+    if delete:
+        confirm(f"Delete the uploads {', '.join(delete)}?", skipped=yes)
     for upload_id in delete or []:
         request("DELETE", base_url, api_key, f"checkpoints/uploads/{quote(upload_id)}")
     found: list[dict[str, Any]] = request("GET", base_url, api_key, "checkpoints/uploads")[
