@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import typer
@@ -36,6 +37,7 @@ from tinkercloud_api.commands.common.progress import (
 from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_protocol.responses.listings import BilledUsage
 from tinkercloud_protocol.responses.run_states import RunInfo
+from tinkercloud_testing.resources.charts import ROOT
 
 HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
 
@@ -81,6 +83,54 @@ def test_times_are_in_utc_to_the_second() -> None:
     assert moment("2026-11-28T19:14:30.123456Z") == "2026-11-28T19:14:30Z"
     assert moment("2026-11-28T19:14:30+00:00") == "2026-11-28T19:14:30Z"
     assert not moment(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("2026-11-28", "2026-11-28T00:00:00Z"),
+        ("2026-11-28T19:14", "2026-11-28T19:14:00Z"),
+        ("2026-11-28 19:14:30", "2026-11-28T19:14:30Z"),
+        ("2026-11-28T19:14:30Z", "2026-11-28T19:14:30Z"),
+        ("2026-11-28T21:14:30+02:00", "2026-11-28T19:14:30Z"),
+    ],
+)
+@pytest.mark.parametrize("command", ["usage", "audit"])
+def test_times_can_be_given_as_they_are_printed_and_with_less(
+    command: str, given: str, parsed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    def record(*arguments: object) -> object:
+        sent.append(str(arguments[-1]))
+        return {"entries": [], "usage": [], "storage": []}
+
+    for each in (usage_commands, audit_commands):
+        monkeypatch.setattr(each, "request", record)
+    call = [command, "--since", given, "--until", given, "--api-key", "tml-key"]
+    result = CliRunner().invoke(app, call)
+
+    assert result.exit_code == 0, result.output
+    query = parse_qs(urlsplit(sent[0]).query)
+    assert (query["since"], query["until"]) == ([parsed], [parsed])
+
+
+@pytest.mark.parametrize("given", ["yesterday", "28.11.2026", "0001-01-01T00:00:00+14:00", ""])
+def test_what_is_no_time_is_refused_with_the_accepted_forms(given: str) -> None:
+    call = ["usage", "--since", given, "--api-key", "tml-key"]
+    result = CliRunner().invoke(app, call, env={"COLUMNS": "1000"})
+
+    assert result.exit_code == 2
+    assert f"{given!r} is not a time; expected a day or a time" in result.stderr
+    assert "2026-11-28T19:14" in result.stderr
+
+
+def test_times_are_written_in_one_place() -> None:
+    source = ROOT / "api_server" / "src"
+    written = re.compile(r"strftime\(|strptime\(|%H:%M|formats=\[(?!\"%Y-%m-%d\"\])")
+    files = [f for kind in ("*.py", "*.html") for f in source.rglob(kind)]
+    found = {f.name for f in files if written.search(f.read_text())}
+    assert found == {"readable.py"}
 
 
 class Terminal:

@@ -4,7 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from itertools import count
 from typing import Annotated, Any
@@ -16,7 +16,9 @@ from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Until,
     fail,
+    moment_option,
     request,
     say_line,
     show,
@@ -40,7 +42,6 @@ _GROUPED: dict[object, tuple[str, ...]] = {
     By.KEY: ("key_id", "key_name"),
 }
 """Columns of CSV that rows have only if they sum up nothing else: a day is of all projects."""
-_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
 _PAGE = 1000
 """Rows of a request with --csv, which are all in the end."""
 _AMOUNTS = {
@@ -84,12 +85,14 @@ def show_usage(
     ] = False,
     since: Annotated[
         datetime | None,
-        typer.Option(formats=_FORMATS, help="Only from this hour on, in UTC.", show_default=False),
+        typer.Option(
+            parser=moment_option,
+            metavar="TIME",
+            help="Only from this hour on, in UTC unless it has a zone.",
+            show_default=False,
+        ),
     ] = None,
-    until: Annotated[
-        datetime | None,
-        typer.Option(formats=_FORMATS, help="Only before this time, in UTC.", show_default=False),
-    ] = None,
+    until: Until = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of rows to list. Default: 100.")
     ] = None,
@@ -119,7 +122,7 @@ def show_usage(
     by = by or By.MODEL
     query = {"by": str(by), "limit": 100 if limit is None else limit}
     query["access_scope"] = "accessible" if everybody else "owned"
-    query |= {name: moment(t.replace(tzinfo=UTC)) for name, t in times.items() if t is not None}
+    query |= {name: moment(t) for name, t in times.items() if t is not None}
     if owner is not None:
         query["owner"] = owner
     if as_csv:
