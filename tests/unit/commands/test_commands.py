@@ -158,7 +158,29 @@ def test_a_terminal_shows_progress_on_one_line(monkeypatch: pytest.MonkeyPatch) 
     progress(2048)
     progress.finish()
 
-    assert terminal.written.splitlines()[-1].endswith("uploaded 2.0 KiB of 2.0 KiB")
+    last = terminal.written.splitlines()[-1]
+    assert last.endswith(f"[{'#' * 20}] uploaded 2.0 KiB of 2.0 KiB")
+
+
+def test_a_bar_is_filled_as_far_as_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = CopyProgress("uploaded", 2048)
+    progress(1024)
+    while "1.0 KiB of" not in terminal.written:
+        progress(0)
+
+    assert f"[{'#' * 10}{' ' * 10}] uploaded 1.0 KiB of 2.0 KiB" in terminal.written
+
+
+def test_a_wait_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, done = Terminal(), iter(range(1, 1_000_000))
+    monkeypatch.setattr("sys.stderr", terminal)
+    with waiting(lambda: f"read {next(done)} runs"):
+        while "read 2 runs, for" not in terminal.written:
+            time.sleep(0.01)
+
+    assert "read 1 runs, for" in terminal.written
     assert terminal.written.count("\n") == 1
 
 
