@@ -439,8 +439,8 @@ def delete_session(
         named = f" ({found['name']})" if found["name"] else ""
         question = f"End session {session}{named} of {found['owner']} with its runs ({runs})?"
         confirm(question, skipped=False)
-    answer = request("DELETE", base_url, api_key, f"sessions/{session}")
-    say(f"ended session {session}", answer, as_json=as_json)
+    request("DELETE", base_url, api_key, f"sessions/{session}")
+    say(f"ended session {session}", {"session_id": session}, as_json=as_json)
 
 
 @app.command()

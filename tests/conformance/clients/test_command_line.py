@@ -175,9 +175,9 @@ def test_a_server_deletes_only_what_its_user_agrees_to_delete(server: Server) ->
             assert json.loads(done.stdout) == deleted
 
     renamed = tinkercloud(server, "projects", "rename", "cli-short", "S", "--json", **user)
-    assert json.loads(renamed.stdout)["name"] == "S"
+    assert json.loads(renamed.stdout) == {"project_id": "cli-short", "name": "S"}
     gone = tinkercloud(server, "projects", "delete", "cli-short", "--yes", "--json", **user)
-    assert (gone.returncode, isinstance(json.loads(gone.stdout), dict)) == (0, True)
+    assert (gone.returncode, json.loads(gone.stdout)) == (0, {"project_id": "cli-short"})
 
 
 def test_an_unreachable_server_is_named(server: Server) -> None:

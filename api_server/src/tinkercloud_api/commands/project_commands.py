@@ -99,8 +99,8 @@ def rename_project(
     as_json: Json = False,
 ) -> None:
     """Give a project another name. Its id stays."""
-    answer = request("PATCH", base_url, api_key, _path(project), {"name": name})
-    say(f"name of {project}: {name}", answer, as_json=as_json)
+    request("PATCH", base_url, api_key, _path(project), {"name": name})
+    say(f"name of {project}: {name}", {"project_id": project, "name": name}, as_json=as_json)
 
 
 @app.command("delete")
@@ -114,8 +114,8 @@ def delete_project(
 ) -> None:
     """Delete a project in which all sessions have ended and no checkpoint is left."""
     confirm(f"Delete project {project}?", skipped=yes)
-    answer = request("DELETE", base_url, api_key, _path(project))
-    say(f"deleted project {project}", answer, as_json=as_json)
+    request("DELETE", base_url, api_key, _path(project))
+    say(f"deleted project {project}", {"project_id": project}, as_json=as_json)
 
 
 @app.command("set-member")
@@ -129,8 +129,9 @@ def set_member(
     as_json: Json = False,
 ) -> None:
     """Add a member, or change its role."""
-    answer = request("PUT", base_url, api_key, _member(project, owner), {"role": str(role)})
-    say(f"role of {owner} in {project}: {role}", answer, as_json=as_json)
+    request("PUT", base_url, api_key, _member(project, owner), {"role": str(role)})
+    changed = {"project_id": project, "owner": owner, "role": role}
+    say(f"role of {owner} in {project}: {role}", changed, as_json=as_json)
 
 
 @app.command("remove-member")
@@ -145,8 +146,9 @@ def remove_member(
 ) -> None:
     """Remove a member, who loses access with its next request."""
     confirm(f"Remove {owner} from project {project}?", skipped=yes)
-    answer = request("DELETE", base_url, api_key, _member(project, owner))
-    say(f"{owner} is not a member of {project}", answer, as_json=as_json)
+    request("DELETE", base_url, api_key, _member(project, owner))
+    removed = {"project_id": project, "owner": owner}
+    say(f"{owner} is not a member of {project}", removed, as_json=as_json)
 
 
 @app.command("move")
@@ -160,8 +162,9 @@ def move_session(
 ) -> None:
     """Move a session, with its runs and checkpoints, to a project."""
     path = f"sessions/{quote(session, safe='')}/project"
-    answer = request("PUT", base_url, api_key, path, {"project_id": project})
-    say(f"project of {session}: {project}", answer, as_json=as_json)
+    request("PUT", base_url, api_key, path, {"project_id": project})
+    moved = {"session_id": session, "project_id": project}
+    say(f"project of {session}: {project}", moved, as_json=as_json)
 
 
 def _path(project: str) -> str:
