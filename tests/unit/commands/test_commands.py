@@ -450,7 +450,7 @@ def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
 
 @pytest.mark.parametrize(
     "option",
-    [("--by", "key"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
+    [("--by", "day"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
 )
 def test_options_that_a_month_would_ignore_are_refused(option: tuple[str, str]) -> None:
     call = ["usage", "--month", "2026-11", *option, "--api-key", "tml-key"]
@@ -475,6 +475,25 @@ def test_a_month_is_printed_with_costs_of_four_decimals_and_exported_with_all(
     assert "total: 0.0002 EUR" in table
     assert "0.000212" not in table
     assert "0.000212,EUR" in exported
+
+
+@pytest.mark.parametrize("by", ["project", "key"])
+def test_small_costs_are_exported_as_decimals(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict.fromkeys(BilledUsage.model_fields, 1)
+    row |= {"cost": 0.000012, "storage_gib_months": 1e-06, "key_name": 'at "1e-05"'}
+    answer = {"usage": [row], "total": 1.2e-05, "currency": "EUR"}
+    monkeypatch.setattr(usage_commands, "request", lambda *_: answer)
+    call = ["usage", "--month", "2026-11", "--by", by, "--api-key", "tml-key"]
+
+    printed = CliRunner().invoke(app, [*call, "--json"]).stdout
+    (line,) = csv.DictReader(CliRunner().invoke(app, [*call, "--csv"]).stdout.splitlines())
+
+    assert json.loads(printed) == answer
+    assert '"cost": 0.000012' in printed
+    assert '"total": 0.000012' in printed
+    assert (line["cost"], line["storage_gib_months"]) == ("0.000012", "0.000001")
+    assert line.get("key_name") == (row["key_name"] if by == "key" else None)
+    assert ("project_id" in line) == (by == "project")
 
 
 def test_a_run_that_waits_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
