@@ -283,11 +283,19 @@ def list_keys(state_dir: StateDir = None, *, as_json: Json = False) -> None:
 def revoke_key(
     key_id: Annotated[int, typer.Argument(help="ID of the key, as shown by `keys list`.")],
     state_dir: StateDir = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Revoke an API key. Running servers reject it from the next request on."""
+    if not yes:
+        rows = with_catalog(state_dir, lambda catalog: catalog.keys())
+        named = next((f" ({row.name} of {row.owner})" for row in rows if row.id == key_id), "")
+        confirm(f"Revoke key {key_id}{named}?", skipped=False)
     change = Change("key_revoke", ["keys", "revoke", key_id], [f"key {key_id}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.revoke_key(key_id)):
         fail(f"key {key_id} does not exist or is already revoked; see `tinkercloud keys list`")
+    say(f"revoked key {key_id}", {"id": key_id}, as_json=as_json)
 
 
 @keys_app.command("rotate")
@@ -417,7 +425,12 @@ def show_session(
 
 @sessions_app.command("delete")
 def delete_session(
-    session: str, api_key: ApiKey, base_url: BaseUrl = None, *, yes: Yes = False
+    session: str,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """End a session and free its resources. Its checkpoints are kept."""
     if not yes:
@@ -427,6 +440,7 @@ def delete_session(
         question = f"End session {session}{named} of {found['owner']} with its runs ({runs})?"
         confirm(question, skipped=False)
     request("DELETE", base_url, api_key, f"sessions/{session}")
+    say(f"ended session {session}", {"session_id": session}, as_json=as_json)
 
 
 @app.command()

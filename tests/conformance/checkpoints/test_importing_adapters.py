@@ -333,7 +333,7 @@ def test_uploads_of_one_owner_are_few_and_hidden_from_others(
     assert server.request("DELETE", f"{UPLOADS}/{uploads[0]}", key=other).status == 404
     assert server.request("DELETE", f"{UPLOADS}/{uploads[0]}", key=flood).status == 200
     assert server.post("checkpoints/uploads", a_start(folder), key=flood).status == 200
-    left = checkpoints(server, "uploads", "--delete", uploads[1], "--json", key=flood)
+    left = checkpoints(server, "uploads", "--delete", uploads[1], "--yes", "--json", key=flood)
     listed = [each["upload_id"] for each in json.loads(left.stdout)]
     assert (len(listed), set(uploads[2:]) - set(listed)) == (3, set())
     assert json.loads(checkpoints(server, "uploads", "--json", key=other).stdout)[0]["name"]

@@ -39,7 +39,7 @@ def test_a_key_can_be_created_used_listed_and_revoked(server: Server) -> None:
     made = json.loads(server.command("keys", "create", "ci", "--owner", "team", "--json"))
     assert server.request("GET", "/api/v1/sessions", key=made["key"]).status == 200
 
-    server.command("keys", "revoke", str(made["id"]))
+    server.command("keys", "revoke", "--yes", str(made["id"]))
 
     listed = {row["id"]: row for row in json.loads(server.command("keys", "list", "--json"))}
     assert listed[made["id"]]["owner"] == "team"
@@ -94,7 +94,7 @@ def test_an_unusable_state_folder_is_reported_in_one_sentence(server: Server) ->
 
 
 def test_a_key_that_does_not_exist_cannot_be_revoked(server: Server) -> None:
-    result = tinkercloud(server, "keys", "revoke", "999999")
+    result = tinkercloud(server, "keys", "revoke", "--yes", "999999")
 
     assert result.returncode == 1
     assert "key 999999 does not exist or is already revoked" in result.stderr
@@ -152,6 +152,32 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
     assert "ended" in afterwards
     answer = server.post("session_heartbeat", {"session_id": session}, key=key)
     assert answer.status == 410
+
+
+def test_a_server_deletes_only_what_its_user_agrees_to_delete(server: Server) -> None:
+    user = {"TINKER_API_KEY": server.new_key("cli-deletions")}
+    training = server.client(user["TINKER_API_KEY"]).create_lora_training_client(MODEL, rank=4)
+    path = training.result().save_state("kept").result().path
+    tinkercloud(server, "projects", "create", "Short", "--id", "cli-short", **user)
+
+    for command, deleted in (
+        (("checkpoints", "delete", path), {"deleted": [path]}),
+        (("projects", "delete", "cli-short"), None),
+        (("projects", "remove-member", "cli-short", "cli-deletions"), None),
+        (("checkpoints", "uploads", "--delete", "none"), None),
+    ):
+        unasked = tinkercloud(server, *command, **user)
+        assert (unasked.returncode, unasked.stdout.strip()) == (1, "")
+        assert "? [y/N]" in unasked.stderr
+        assert "there is no terminal to ask in; use --yes" in unasked.stderr
+        if deleted is not None:
+            done = tinkercloud(server, *command, "--yes", "--json", **user)
+            assert json.loads(done.stdout) == deleted
+
+    renamed = tinkercloud(server, "projects", "rename", "cli-short", "S", "--json", **user)
+    assert json.loads(renamed.stdout) == {"project_id": "cli-short", "name": "S"}
+    gone = tinkercloud(server, "projects", "delete", "cli-short", "--yes", "--json", **user)
+    assert (gone.returncode, json.loads(gone.stdout)) == (0, {"project_id": "cli-short"})
 
 
 def test_an_unreachable_server_is_named(server: Server) -> None:

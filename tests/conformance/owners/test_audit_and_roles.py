@@ -77,13 +77,13 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
 def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server) -> None:
     made = a_key(own_server, "lead", "--role", "user", "--expires", "30d")
     own_server.command("keys", "rotate", str(made["id"]))
-    own_server.command("keys", "revoke", str(made["id"]))
+    own_server.command("keys", "revoke", "--yes", str(made["id"]))
     own_server.command("users", "create", "dan", "--role", "user")
     own_server.command("users", "set-role", "dan", "read-only")
-    own_server.command("users", "disable", "dan")
+    own_server.command("users", "disable", "dan", "--yes")
     own_server.command("users", "enable", "dan")
     with pytest.raises(AssertionError):
-        own_server.command("keys", "revoke", "999999")
+        own_server.command("keys", "revoke", "--yes", "999999")
     admin = own_server_admin(own_server)
 
     log = own_server.request("GET", "/api/v1/audit", key=admin)
@@ -219,7 +219,7 @@ def test_an_access_token_stands_for_its_key(own_server: Server) -> None:
         refused = own_server.request("GET", "/api/v1/sessions", key=forged)
         assert refused.status == 401
         assert 'error="invalid_token"' in refused.headers["www-authenticate"]
-    own_server.command("keys", "revoke", str(made["id"]))
+    own_server.command("keys", "revoke", "--yes", str(made["id"]))
     assert own_server.request("GET", "/api/v1/sessions", key=token).status == 401
 
 

@@ -186,7 +186,7 @@ def test_sessions_of_the_console_end_with_the_keys_of_logins_and_their_owner(
         return browser.client.get(f"{login_server.url}/console/runs").status_code
 
     browser.open_console("1")
-    login_server.command("users", "disable", "ann@example.com")
+    login_server.command("users", "disable", "ann@example.com", "--yes")
     disabled = status()
     login_server.command("users", "enable", "ann@example.com")
     browser.open_console("1")
@@ -265,7 +265,7 @@ def test_a_disabled_account_can_neither_log_in_nor_use_its_keys(
     login_server: Server, browser: Browser
 ) -> None:
     key = key_in(browser.log_in("1"))
-    login_server.command("users", "disable", "ann@example.com")
+    login_server.command("users", "disable", "ann@example.com", "--yes")
     used = login_server.request("GET", "/api/v1/sessions", key=key).status
     refused = browser.log_in("1")
     login_server.command("users", "enable", "ann@example.com")
@@ -305,7 +305,7 @@ def test_a_disabled_account_can_still_end_its_keys_and_an_unknown_one_has_none(
     login_server: Server, browser: Browser
 ) -> None:
     key = key_in(browser.log_in("1"))
-    login_server.command("users", "disable", "ann@example.com")
+    login_server.command("users", "disable", "ann@example.com", "--yes")
     page = browser.end_keys("1")
     login_server.command("users", "enable", "ann@example.com")
 

@@ -57,7 +57,7 @@ def test_a_revoked_key_is_rejected_at_the_next_request(server: Server) -> None:
 
     assert status() == 200
 
-    server.command("keys", "revoke", str(made["id"]))
+    server.command("keys", "revoke", "--yes", str(made["id"]))
 
     assert status() == 401
 

@@ -214,7 +214,7 @@ def _downloaded(url: str) -> bytes:
 
 def test_urls_that_were_signed_for_a_member_outlive_its_membership(team: Team) -> None:
     signed = _urls(team, "bob")
-    team.command("remove-member", "vision", "bob")
+    team.command("remove-member", "vision", "bob", "--yes")
     archive = ("GET", f"training_runs/{team.run}/checkpoints/weights/kept/archive", None)
     refused = team.send("bob", archive).status
     kept = {name: _downloaded(url) for name, url in signed.items()}
@@ -275,7 +275,9 @@ def test_an_owner_can_be_a_member_before_it_has_a_key(team: Team) -> None:
     key = team.server.new_key("no-key-yet")
     found = team.server.request("GET", f"/api/v1/training_runs/{team.run}", key=key).status
     shown = json.loads(team.command("show", "vision", "--json"))
-    assert "no-key-yet is not a member" in team.command("remove-member", "vision", "no-key-yet")
+    assert "no-key-yet is not a member" in team.command(
+        "remove-member", "vision", "no-key-yet", "--yes"
+    )
 
     assert found == 200
     assert {"owner": "no-key-yet", "role": "viewer"} in shown
@@ -442,7 +444,7 @@ def test_a_project_is_renamed_and_deleted_by_its_admin_once_it_is_empty(team: Te
         while_training = team.send("ann", delete)
     with_a_checkpoint = team.send("ann", delete)
     team.server.rest(team.keys["ann"]).delete_checkpoint_from_tinker_path(path).result()
-    team.command("delete", "short")
+    team.command("delete", "short", "--yes")
 
     assert named == "Short"
     assert refused == [403, 403]
@@ -498,7 +500,7 @@ def test_a_disabled_owner_is_refused_at_once_and_a_limited_one_is_read_only(
 
     seen = [statuses()]
     for arguments in (
-        ("disable", "leaver"),
+        ("disable", "leaver", "--yes"),
         ("enable", "leaver"),
         ("set-role", "leaver", "read-only"),
         ("set-role", "leaver", "none"),

@@ -28,7 +28,7 @@ def role_of(server: Server, key: str) -> str:
 
 def test_all_owners_are_listed_with_their_valid_keys_projects_and_last_use(server: Server) -> None:
     used, revoked = (a_key(server, name, "--owner", "with-keys") for name in ("used", "revoked"))
-    server.command("keys", "revoke", str(revoked["id"]))
+    server.command("keys", "revoke", "--yes", str(revoked["id"]))
     project = server.new_project("of-members", used["key"])
     path = f"/api/v1/projects/{project}/members/only-a-member"
     assert server.request("PUT", path, {"role": "viewer"}, key=used["key"]).status == 200
@@ -84,7 +84,7 @@ def test_what_a_disabled_owner_has_made_stays(server: Server) -> None:
     with server.client(key) as client:
         training = client.create_lora_training_client("tiny/llama", rank=4).result()
         path = training.save_state("kept").result().path
-    said = server.command("users", "disable", "on-leave")
+    said = server.command("users", "disable", "on-leave", "--yes")
     run = f"/api/v1/training_runs/{training.model_id}"
     seen = [server.request("GET", run).status, server.request("GET", run, key=key).status]
     keys = [listed(server)["on-leave"]["keys"]]

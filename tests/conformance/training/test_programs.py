@@ -141,7 +141,7 @@ def test_rlve_continues_after_its_own_death_and_after_that_of_the_head(
     assert logs(own_server, program).count("step 1:") == 1
     assert len(own_server.rest().list_training_runs().result().training_runs) >= 2
 
-    own_server.command("programs", "stop", program["program_id"], "--api-key", API_KEY)
+    own_server.command("programs", "stop", "--yes", program["program_id"], "--api-key", API_KEY)
 
     assert show(own_server, program)["phase"] == "Stopped"
     assert processes_of(own_server, "tinkercloud_programs.rlve") == []

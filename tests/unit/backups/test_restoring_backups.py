@@ -473,6 +473,22 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
         assert (refused.exit_code, why in refused.stderr) == (1, True), refused.stderr
 
 
+def test_a_state_is_replaced_only_when_it_is_agreed_to(backup: bytes, used: State) -> None:
+    file = used.folder.parent / "b.tar"
+    file.write_bytes(backup)
+    before = used.listed()
+
+    piped = command("restore", "-", "--replace", state_dir=used.folder, stdin=backup)
+    assert (piped.exit_code, "add --yes" in piped.stderr) == (1, True)
+    unasked = command("restore", str(file), "--replace", state_dir=used.folder)
+    assert (unasked.exit_code, "use --yes" in unasked.stderr) == (1, True)
+    assert used.listed() == before
+
+    agreed = command("restore", "-", "--replace", "--yes", state_dir=used.folder, stdin=backup)
+    assert agreed.exit_code == 0, agreed.stderr
+    assert used.listed() != before
+
+
 def test_progress_without_a_terminal_is_lines_in_binary_units(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

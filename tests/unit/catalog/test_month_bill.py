@@ -83,6 +83,24 @@ def test_the_cost_of_few_tokens_is_not_rounded_away() -> None:
     assert [row.cost for row in few] == [0.000012, 0.000012]
 
 
+def test_a_bill_by_key_has_the_same_total_with_storage_in_a_row_without_a_key() -> None:
+    prices = PriceSettings.model_validate({"models": {"*": {"train": 2, "storage": 1}}})
+    amounts = used("ann", "a", trained=10**6).amounts
+    by_key = [
+        UsageTotal("ann", "a", None, None, 0, 1, amounts, key_id=number, key_name=name)
+        for number, name in ((7, "ci"), (9, "laptop"), (None, None))
+    ]
+    stored = [StoredBytes("ann", project, "a", 30 * GIB) for project in ("vision", None)]
+
+    rows = bill(by_key, stored, 30, prices, by="key")
+
+    assert [(row.key_id, row.key_name, row.project_id, row.cost) for row in rows] == [
+        (None, None, None, 4.0),
+        (7, "ci", None, 2.0),
+        (9, "laptop", None, 2.0),
+    ]
+
+
 async def test_storage_is_measured_once_a_day_and_deleted_checkpoints_stay_billed(
     engine: AsyncEngine,
 ) -> None:

@@ -145,6 +145,21 @@ def test_an_api_server_that_is_gone_is_missed_by_a_series_that_each_one_has_from
     assert missed <= from_the_start
 
 
+def test_alerts_of_training_name_whose_run_it_is() -> None:
+    rules = yaml.safe_load((CHART / "files" / "alerts" / "api.yaml").read_text())["groups"][1]
+    named = {
+        each["alert"]: set(re.findall(r"\$labels\.(\w+)", each["annotations"]["summary"]))
+        for each in rules["rules"]
+    }
+
+    assert named["TinkercloudLossNotFinite"] == {"owner", "run"}
+    assert named["TinkercloudOwnerWaits"] == {"owner"}
+    # A label that the expression sums over would be empty.
+    for each in rules["rules"]:
+        kept = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \((.*?)\)", each["expr"]))))
+        assert named[each["alert"]] <= kept, each["alert"]
+
+
 def test_one_failure_that_a_retry_mends_pages_nobody() -> None:
     (rule,) = of_kind("PrometheusRule", *WATCHED)
     rules = {each["alert"]: each for group in rule["spec"]["groups"] for each in group["rules"]}

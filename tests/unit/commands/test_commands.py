@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import typer
@@ -38,45 +39,7 @@ from tinkercloud_protocol.responses.listings import BilledUsage
 from tinkercloud_protocol.responses.run_states import RunInfo
 from tinkercloud_testing.resources.charts import ROOT
 
-ONLY_CHANGE = {
-    *("keys revoke", "sessions delete", "checkpoints delete"),
-    *("users create", "users set-role", "users disable", "users enable"),
-    *("projects rename", "projects delete", "projects set-member", "projects remove-member"),
-    "projects move",
-}
-"""Commands that only change something."""
-RUN_ON = {"serve", "demo", "drain"}
-"""Commands that print what happens while they run."""
-PRINT_TEXT = {"runs attach", "logs", "audit export"}
-"""Commands whose output is Python code, a log, or JSON in any case."""
 HEAVY = ("aiohttp", "alembic", "fastapi", "obstore", "pydantic", "rich", "sqlalchemy", "structlog")
-
-
-def commands(group: object, name: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Yield all commands with their options."""
-    for word, command in getattr(group, "commands", {}).items():
-        yield from commands(command, f"{name} {word}".strip())
-    if not hasattr(group, "commands"):
-        yield name, {option for each in getattr(group, "params", ()) for option in each.opts}
-
-
-def test_the_page_about_troubleshooting_lists_every_command() -> None:
-    page = (ROOT / "docs" / "use" / "troubleshooting.md").read_text()
-    listed: set[str] = set()
-    for words in re.findall(r"`([^`]+)`", page[page.index("\nCommands: ") :]):
-        group, *names = re.split(r"[ |]", words.removeprefix("tinkercloud "))
-        listed |= {f"{group} {name}" for name in names} or {group}
-
-    found = dict(commands(get_command(app)))
-    unlisted = {name for name in found if not {name, name.partition(" ")[0]} & listed}
-    assert unlisted == set()
-
-
-def test_every_command_that_prints_data_prints_it_as_json_too() -> None:
-    found = dict(commands(get_command(app)))
-
-    without = {name for name, options in found.items() if "--json" not in options}
-    assert without == ONLY_CHANGE | RUN_ON | PRINT_TEXT
 
 
 def help_texts(group: object) -> Iterator[str]:
@@ -122,6 +85,54 @@ def test_times_are_in_utc_to_the_second() -> None:
     assert not moment(None)
 
 
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("2026-11-28", "2026-11-28T00:00:00Z"),
+        ("2026-11-28T19:14", "2026-11-28T19:14:00Z"),
+        ("2026-11-28 19:14:30", "2026-11-28T19:14:30Z"),
+        ("2026-11-28T19:14:30Z", "2026-11-28T19:14:30Z"),
+        ("2026-11-28T21:14:30+02:00", "2026-11-28T19:14:30Z"),
+    ],
+)
+@pytest.mark.parametrize("command", ["usage", "audit"])
+def test_times_can_be_given_as_they_are_printed_and_with_less(
+    command: str, given: str, parsed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+
+    def record(*arguments: object) -> object:
+        sent.append(str(arguments[-1]))
+        return {"entries": [], "usage": [], "storage": []}
+
+    for each in (usage_commands, audit_commands):
+        monkeypatch.setattr(each, "request", record)
+    call = [command, "--since", given, "--until", given, "--api-key", "tml-key"]
+    result = CliRunner().invoke(app, call)
+
+    assert result.exit_code == 0, result.output
+    query = parse_qs(urlsplit(sent[0]).query)
+    assert (query["since"], query["until"]) == ([parsed], [parsed])
+
+
+@pytest.mark.parametrize("given", ["yesterday", "28.11.2026", "0001-01-01T00:00:00+14:00", ""])
+def test_what_is_no_time_is_refused_with_the_accepted_forms(given: str) -> None:
+    call = ["usage", "--since", given, "--api-key", "tml-key"]
+    result = CliRunner().invoke(app, call, env={"COLUMNS": "1000"})
+
+    assert result.exit_code == 2
+    assert f"{given!r} is not a time; expected a day or a time" in result.stderr
+    assert "2026-11-28T19:14" in result.stderr
+
+
+def test_times_are_written_in_one_place() -> None:
+    source = ROOT / "api_server" / "src"
+    written = re.compile(r"strftime\(|strptime\(|%H:%M|formats=\[(?!\"%Y-%m-%d\"\])")
+    files = [f for kind in ("*.py", "*.html") for f in source.rglob(kind)]
+    found = {f.name for f in files if written.search(f.read_text())}
+    assert found == {"readable.py"}
+
+
 class Terminal:
     """Standard error of a command in a terminal."""
 
@@ -147,7 +158,29 @@ def test_a_terminal_shows_progress_on_one_line(monkeypatch: pytest.MonkeyPatch) 
     progress(2048)
     progress.finish()
 
-    assert terminal.written.splitlines()[-1].endswith("uploaded 2.0 KiB of 2.0 KiB")
+    last = terminal.written.splitlines()[-1]
+    assert last.endswith(f"[{'#' * 20}] uploaded 2.0 KiB of 2.0 KiB")
+
+
+def test_a_bar_is_filled_as_far_as_the_work_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    progress = CopyProgress("uploaded", 2048)
+    progress(1024)
+    while "1.0 KiB of" not in terminal.written:
+        progress(0)
+
+    assert f"[{'#' * 10}{' ' * 10}] uploaded 1.0 KiB of 2.0 KiB" in terminal.written
+
+
+def test_a_wait_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, done = Terminal(), iter(range(1, 1_000_000))
+    monkeypatch.setattr("sys.stderr", terminal)
+    with waiting(lambda: f"read {next(done)} runs"):
+        while "read 2 runs, for" not in terminal.written:
+            time.sleep(0.01)
+
+    assert "read 1 runs, for" in terminal.written
     assert terminal.written.count("\n") == 1
 
 
@@ -417,7 +450,7 @@ def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
 
 @pytest.mark.parametrize(
     "option",
-    [("--by", "key"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
+    [("--by", "day"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
 )
 def test_options_that_a_month_would_ignore_are_refused(option: tuple[str, str]) -> None:
     call = ["usage", "--month", "2026-11", *option, "--api-key", "tml-key"]
@@ -442,6 +475,25 @@ def test_a_month_is_printed_with_costs_of_four_decimals_and_exported_with_all(
     assert "total: 0.0002 EUR" in table
     assert "0.000212" not in table
     assert "0.000212,EUR" in exported
+
+
+@pytest.mark.parametrize("by", ["project", "key"])
+def test_small_costs_are_exported_as_decimals(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict.fromkeys(BilledUsage.model_fields, 1)
+    row |= {"cost": 0.000012, "storage_gib_months": 1e-06, "key_name": 'at "1e-05"'}
+    answer = {"usage": [row], "total": 1.2e-05, "currency": "EUR"}
+    monkeypatch.setattr(usage_commands, "request", lambda *_: answer)
+    call = ["usage", "--month", "2026-11", "--by", by, "--api-key", "tml-key"]
+
+    printed = CliRunner().invoke(app, [*call, "--json"]).stdout
+    (line,) = csv.DictReader(CliRunner().invoke(app, [*call, "--csv"]).stdout.splitlines())
+
+    assert json.loads(printed) == answer
+    assert '"cost": 0.000012' in printed
+    assert '"total": 0.000012' in printed
+    assert (line["cost"], line["storage_gib_months"]) == ("0.000012", "0.000001")
+    assert line.get("key_name") == (row["key_name"] if by == "key" else None)
+    assert ("project_id" in line) == (by == "project")
 
 
 def test_a_run_that_waits_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

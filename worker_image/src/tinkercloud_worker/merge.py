@@ -8,6 +8,8 @@ import importlib.util
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +33,9 @@ class CannotMergeError(Exception):
     """The adapter can't be merged; the message says why and what to do."""
 
 
-def merge(model: Path, adapter: Path, folder: Path) -> None:
+def merge(
+    model: Path, adapter: Path, folder: Path, report: Callable[[str], object] = lambda _step: None
+) -> None:
     """Write a model with the weights of an adapter, in the base model's dtype.
 
     It is merged in float32 and rounded once, which loses less than merging in bfloat16.
@@ -40,6 +44,7 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
         model: folder of a Hugging Face causal language model with weights in safetensors.
         adapter: folder of an adapter of PEFT for this model.
         folder: the destination, which must not exist or be empty.
+        report: is called with each step at its start.
 
     Raises:
         CannotMergeError: PEFT is missing, the folder is not empty, the adapter's folder has no
@@ -57,12 +62,16 @@ def merge(model: Path, adapter: Path, folder: Path) -> None:
         base, written = model, Path(temporary) / "merged"
         if is_tied(config):
             base = Path(temporary) / "untied"
+            report("copying the base model, to untie its embeddings")
             try:
                 untie(model, base)
             except CannotUntieError as error:
                 raise CannotMergeError(str(error)) from None
+        report("loading the base model")
         loaded = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        report("merging the adapter")
         merged = _adapted(loaded, adapter, model).merge_and_unload()
+        report("writing the merged model")
         merged.to(config.dtype or torch.float32).save_pretrained(written)
         AutoTokenizer.from_pretrained(model).save_pretrained(written)
         share_weights(written)
@@ -107,11 +116,11 @@ def _warn(
 
 
 def main() -> None:
-    """Merge what the arguments name; standard error has warnings only."""
+    """Merge what the arguments name and print the steps; standard error has warnings only."""
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.showwarning = _warn
     try:
-        merge(*map(Path, sys.argv[1:4]))
+        merge(*map(Path, sys.argv[1:4]), report=partial(print, flush=True))
     except CannotMergeError as error:
         sys.exit(str(error))
 

@@ -21,6 +21,7 @@ from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.catalog.store import Catalog
+from tinkercloud_api.config.readable import moment
 from tinkercloud_api.config.settings import KEY_PREFIX
 from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound, Unauthenticated
 
@@ -241,10 +242,9 @@ class Authenticator:
             )
         principal = await self._holder(key)
         if principal.expires_at is not None and principal.expires_at <= now():
-            expired_at = principal.expires_at.isoformat(timespec="seconds")
             raise Unauthenticated(
-                f"X-API-Key: the key or token expired at {expired_at}; ask an administrator for a"
-                " new key"
+                f"X-API-Key: the key or token expired at {moment(principal.expires_at)}; ask an"
+                " administrator for a new key"
             )
         self._record_use(principal.key_id)
         return principal

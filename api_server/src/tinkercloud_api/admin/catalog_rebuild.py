@@ -36,22 +36,33 @@ _UNKNOWN = "unknown"
 class Rebuilt:
     """Result of a rebuild."""
 
+    folders: int = 0
+    """Folders of runs in the store."""
     runs: int = 0
     checkpoints: int = 0
     damaged: list[str] = field(default_factory=list)
     """One sentence for each item that cannot be read, with the reason."""
 
 
-async def rebuild(catalog: Catalog, objects: ObjectStoreClient) -> Rebuilt:
+async def rebuild(
+    catalog: Catalog, objects: ObjectStoreClient, rebuilt: Rebuilt | None = None
+) -> Rebuilt:
     """Add the runs and checkpoints in a store that are missing from a catalog.
 
     Existing rows are kept, so a rebuild can be repeated, even while a server is running.
 
+    Args:
+        catalog: the catalog.
+        objects: the store.
+        rebuilt: is filled meanwhile, so that others see how far it is, and returned.
+
     Raises:
         Unavailable: the store or the database does not respond; repeat the call to continue.
     """
-    rebuilt = Rebuilt()
-    for run_id in await objects.folders(_RUNS):
+    rebuilt = Rebuilt() if rebuilt is None else rebuilt
+    names = await objects.folders(_RUNS)
+    rebuilt.folders = len(names)
+    for run_id in names:
         try:
             model_id = ModelId.parse(run_id)
         except InvalidRequest:

@@ -4,7 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,9 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Csv,
     Json,
+    Until,
     fail,
+    moment_option,
     request,
     say_line,
     show,
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
 app = typer.Typer(invoke_without_command=True)
 
 _PAGE = 10_000
-_MOMENT = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
 _COLUMNS = ("time", "owner", "key", "event", "status", "path", "objects")
 _FIELDS = (
     *("number", "timestamp", "owner", "key_id", "key_name", "role", "address", "event"),
@@ -65,12 +66,14 @@ def show_audit(
     ] = None,
     since: Annotated[
         datetime | None,
-        typer.Option(formats=_MOMENT, help="First moment, in UTC.", show_default=False),
+        typer.Option(
+            parser=moment_option,
+            metavar="TIME",
+            help="Only from this time on, in UTC unless it has a zone.",
+            show_default=False,
+        ),
     ] = None,
-    until: Annotated[
-        datetime | None,
-        typer.Option(formats=_MOMENT, help="Moment after the last, in UTC.", show_default=False),
-    ] = None,
+    until: Until = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in each line.")
     ] = False,
@@ -92,7 +95,7 @@ def show_audit(
     else:
         bounds = {"since": since, "until": until}
         given = {name: time for name, time in bounds.items() if time is not None}
-        query |= {name: moment(time.replace(tzinfo=UTC)) for name, time in given.items()}
+        query |= {name: moment(time) for name, time in given.items()}
     entries = _entries(query, base_url, api_key)
     if as_json:
         for entry in entries:

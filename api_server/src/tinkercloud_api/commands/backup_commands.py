@@ -22,7 +22,14 @@ from tinkercloud_api.commands.common.local_catalog import (
     record_in_file,
 )
 from tinkercloud_api.commands.common.progress import CopyProgress
-from tinkercloud_api.commands.common.shared import Json, fail, read_settings, say_line
+from tinkercloud_api.commands.common.shared import (
+    Json,
+    Yes,
+    confirm,
+    fail,
+    read_settings,
+    say_line,
+)
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(help="Make, check and restore backups of a server.", no_args_is_help=True)
@@ -109,6 +116,7 @@ def restore_backup(
             " does not have stays.",
         ),
     ] = False,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Restore a backup to the state folder of a server that does not run.
@@ -123,6 +131,10 @@ def restore_backup(
     settings = read_settings(state_dir=state_dir)
     with _failures(f"restore {file}"), _input(file) as (stream, name):
         where = restore.target(settings, replaces=replace)
+        if replace:
+            if file == _PIPE and not yes:
+                fail("--replace: standard input is the backup, so nobody can be asked; add --yes")
+            confirm(f"Replace the state in {where.state_dir} by {name}?", skipped=yes)
         catalog = where.state_dir / "catalog.db"
         replaced = newest_in_file(catalog)
         progress = CopyProgress("restored", _size(file))

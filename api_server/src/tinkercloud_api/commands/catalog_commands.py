@@ -23,7 +23,7 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     """
     from obstore.exceptions import BaseError
 
-    from tinkercloud_api.admin.catalog_rebuild import rebuild
+    from tinkercloud_api.admin.catalog_rebuild import Rebuilt, rebuild
     from tinkercloud_api.checkpoints.object_store_client import ObjectStoreClient
     from tinkercloud_protocol.heads.object_store import open_store
     from tinkercloud_protocol.wire.errors import WireError
@@ -31,9 +31,14 @@ def rebuild_catalog(state_dir: StateDir = None, *, as_json: Json = False) -> Non
     settings = read_settings(state_dir=state_dir)
     try:
         objects = ObjectStoreClient(open_store(settings.checkpoint_url))
-        change = Change("catalog_rebuild", ["catalog", "rebuild"])
-        with waiting(f"reading {settings.checkpoint_url}"):
-            rebuilt = change_catalog(state_dir, change, lambda catalog: rebuild(catalog, objects))
+        change, rebuilt = Change("catalog_rebuild", ["catalog", "rebuild"]), Rebuilt()
+        with waiting(
+            lambda: (
+                f"reading {settings.checkpoint_url}: {rebuilt.runs} of {rebuilt.folders} training"
+                f" runs, {rebuilt.checkpoints} checkpoints"
+            )
+        ):
+            change_catalog(state_dir, change, lambda catalog: rebuild(catalog, objects, rebuilt))
     except (WireError, BaseError) as error:
         fail(f"{settings.checkpoint_url}: {error}")
     if as_json:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -93,11 +94,19 @@ def delete_checkpoints(
     ],
     api_key: ApiKey,
     base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Delete checkpoints."""
-    for path, url in [(path, _url_of(path)) for path in paths]:
+    urls = {path: _url_of(path) for path in paths}
+    confirm(f"Delete {', '.join(urls)}?", skipped=yes)
+    for path, url in urls.items():
         request("DELETE", base_url, api_key, url)
-        say_line(f"deleted {path}")
+        if not as_json:
+            say_line(f"deleted {path}")
+    if as_json:
+        typer.echo(json.dumps({"deleted": list(urls)}))
 
 
 @app.command("keep")
@@ -172,15 +181,52 @@ def merge_checkpoint(
         _export(path, adapter, base_url, api_key)
         folders = [str(each) for each in (base, adapter, folder)]
         command = [sys.executable, "-m", "tinkercloud_worker.merge", *folders]
-        with waiting(f"merging the adapter with {base}, writing {folder}"):
-            merged = subprocess.run(  # noqa: S603 - our own program
-                command, capture_output=True, text=True, check=False
-            )
-    if merged.returncode != 0:
-        lines = merged.stderr.strip().splitlines()
-        fail(lines[-1] if lines else f"merging ended with status {merged.returncode}")
-    sys.stderr.write(merged.stderr)
+        status, said = _merge(command, folder, _bytes_in(base))
+    if status != 0:
+        lines = said.strip().splitlines()
+        fail(lines[-1] if lines else f"merging ended with status {status}")
+    sys.stderr.write(said)
     say(str(folder), {"folder": str(folder)}, as_json=as_json)
+
+
+def _merge(command: list[str], folder: Path, size: int) -> tuple[int, str]:
+    """Run the program that merges, and show its step and what it has written.
+
+    Args:
+        command: the program, which prints a line at each step.
+        folder: the folder that it creates at its end.
+        size: bytes of the base model, which are about those of the result.
+
+    Returns:
+        Its status, and what it has printed on standard error.
+    """
+    step = "loading the program that merges"
+
+    def progress() -> str:
+        done = sum(map(_bytes_in, folder.absolute().parent.glob(".merge-*/merged")))
+        return f"{step}: {binary_size(done)} of {binary_size(max(size, done))} written"
+
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        waiting(progress),
+        subprocess.Popen(  # noqa: S603 - our own program
+            command, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as merging,
+    ):
+        for line in merging.stdout or ():
+            step = line.strip()
+        status = merging.wait()
+        errors.seek(0)
+        return status, errors.read()
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return how many bytes the files with weights in a folder have; they may vanish meanwhile."""
+    size = 0
+    for file in folder.glob("*"):
+        with suppress(FileNotFoundError):
+            size += file.stat().st_size if file.suffix in _WEIGHTS else 0
+    return size
 
 
 def _check_empty(folder: Path) -> None:
@@ -195,7 +241,8 @@ def _export(path: str, folder: Path, base_url: str | None, api_key: str) -> list
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.parent) as temporary:
         archive, unpacked = Path(temporary) / "archive.tar", Path(temporary) / "files"
         asyncio.run(_download(answer["url"], archive))
-        with waiting(f"unpacking {binary_size(archive.stat().st_size)}"):
+        total = binary_size(archive.stat().st_size)
+        with waiting(lambda: f"unpacked {binary_size(_bytes_in(unpacked))} of {total}"):
             names = _unpack(archive, unpacked)
         folder.mkdir(exist_ok=True)
         for name in names:
@@ -288,9 +335,12 @@ def list_uploads(
         list[str] | None,
         typer.Option(metavar="UPLOAD", help="Id of an upload to delete first. Can be repeated."),
     ] = None,
+    yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """List unfinished uploads of adapters, oldest first."""
+    if delete:
+        confirm(f"Delete the uploads {', '.join(delete)}?", skipped=yes)
     for upload_id in delete or []:
         request("DELETE", base_url, api_key, f"checkpoints/uploads/{quote(upload_id)}")
     found: list[dict[str, Any]] = request("GET", base_url, api_key, "checkpoints/uploads")[

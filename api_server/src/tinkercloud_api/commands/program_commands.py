@@ -14,6 +14,8 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Json,
     Watch,
+    Yes,
+    confirm,
     fail,
     request,
     say,
@@ -199,8 +201,16 @@ def added_output(seen: str, newest: str) -> str:
 
 @app.command("stop")
 def stop_program(
-    program: str, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+    program: str,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Stop a program. Its checkpoints are kept."""
+    if not yes:
+        found = request("GET", base_url, api_key, f"programs/{program}")
+        confirm(f"Stop program {program} ({found['name']} of {found['owner']})?", skipped=False)
     answer = request("POST", base_url, api_key, f"programs/{program}/stop")
     say(f"{answer['program_id']}: {answer['phase']}", answer, as_json=as_json)

@@ -10,6 +10,8 @@ from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Yes,
+    confirm,
     request,
     say,
     say_line,
@@ -93,33 +95,60 @@ def rename_project(
     name: Annotated[str, typer.Argument(help="The new name.")],
     api_key: ApiKey,
     base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Give a project another name. Its id stays."""
     request("PATCH", base_url, api_key, _path(project), {"name": name})
+    say(f"name of {project}: {name}", {"project_id": project, "name": name}, as_json=as_json)
 
 
 @app.command("delete")
-def delete_project(project: Project, api_key: ApiKey, base_url: BaseUrl = None) -> None:
+def delete_project(
+    project: Project,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
     """Delete a project in which all sessions have ended and no checkpoint is left."""
+    confirm(f"Delete project {project}?", skipped=yes)
     request("DELETE", base_url, api_key, _path(project))
+    say(f"deleted project {project}", {"project_id": project}, as_json=as_json)
 
 
 @app.command("set-member")
 def set_member(
-    project: Project, owner: Owner, role: MemberRole, api_key: ApiKey, base_url: BaseUrl = None
+    project: Project,
+    owner: Owner,
+    role: MemberRole,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Add a member, or change its role."""
     request("PUT", base_url, api_key, _member(project, owner), {"role": str(role)})
-    say_line(f"role of {owner} in {project}: {role}")
+    changed = {"project_id": project, "owner": owner, "role": role}
+    say(f"role of {owner} in {project}: {role}", changed, as_json=as_json)
 
 
 @app.command("remove-member")
 def remove_member(
-    project: Project, owner: Owner, api_key: ApiKey, base_url: BaseUrl = None
+    project: Project,
+    owner: Owner,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    yes: Yes = False,
+    as_json: Json = False,
 ) -> None:
     """Remove a member, who loses access with its next request."""
+    confirm(f"Remove {owner} from project {project}?", skipped=yes)
     request("DELETE", base_url, api_key, _member(project, owner))
-    say_line(f"{owner} is not a member of {project}")
+    removed = {"project_id": project, "owner": owner}
+    say(f"{owner} is not a member of {project}", removed, as_json=as_json)
 
 
 @app.command("move")
@@ -128,10 +157,14 @@ def move_session(
     project: Project,
     api_key: ApiKey,
     base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Move a session, with its runs and checkpoints, to a project."""
     path = f"sessions/{quote(session, safe='')}/project"
     request("PUT", base_url, api_key, path, {"project_id": project})
+    moved = {"session_id": session, "project_id": project}
+    say(f"project of {session}: {project}", moved, as_json=as_json)
 
 
 def _path(project: str) -> str:

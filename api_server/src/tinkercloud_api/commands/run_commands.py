@@ -32,7 +32,7 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.commands.model_commands import wait_until_loaded
-from tinkercloud_api.config.readable import binary_size
+from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
     help="List, save, stop and continue the runs of a running server.", no_args_is_help=True
@@ -178,9 +178,9 @@ def _why(run: dict[str, Any]) -> str:
     return str(run["queue_reason"] or run["reason"] or "")
 
 
-def age_of(moment: str) -> str:
+def age_of(time: str) -> str:
     """Return how long ago a time in ISO format was, in its largest unit, such as `5 min`."""
-    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds()))
+    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()))
     for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds // size} {unit}"
@@ -246,7 +246,7 @@ def _curve_rows(points: list[dict[str, Any]]) -> list[dict[str, object]]:
         {
             "step": each["step"],
             **{name: mean_text(each["metrics"].get(name)) for name in _CURVE_METRICS},
-            "time": each["time"],
+            "time": moment(each["time"]),
         }
         for each in points
     ]
@@ -292,7 +292,7 @@ def show_timeline(
 
 def _request_row(found: dict[str, Any]) -> dict[str, object]:
     return {
-        "accepted": found["accepted_at"],
+        "accepted": moment(found["accepted_at"]),
         "request": found["name"],
         "waited s": f"{found['wait_seconds']:.3f}",
         "paused s": f"{found.get('paused_seconds', 0.0):.3f}",

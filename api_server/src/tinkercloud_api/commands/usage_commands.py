@@ -2,9 +2,11 @@
 
 import csv
 import json
+import re
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime
+from decimal import Decimal
 from enum import StrEnum
 from itertools import count
 from typing import Annotated, Any
@@ -16,7 +18,9 @@ from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Until,
     fail,
+    moment_option,
     request,
     say_line,
     show,
@@ -40,7 +44,7 @@ _GROUPED: dict[object, tuple[str, ...]] = {
     By.KEY: ("key_id", "key_name"),
 }
 """Columns of CSV that rows have only if they sum up nothing else: a day is of all projects."""
-_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M:%SZ"]
+_STRING_OR_EXPONENT = re.compile(r'"(?:[^"\\]|\\.)*"|-?[0-9.]+e[-+]?[0-9]+')
 _PAGE = 1000
 """Rows of a request with --csv, which are all in the end."""
 _AMOUNTS = {
@@ -53,12 +57,12 @@ _AMOUNTS = {
 
 
 _OF_MONTH = (
-    *("owner", "project_id", "base_model", "train_tokens", "prefill_tokens", "cached_tokens"),
-    *("sampled_tokens", "storage_gib_months", "cost"),
+    *("base_model", "train_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
+    *("storage_gib_months", "cost"),
 )
+_OF_A_MONTH: tuple[By | None, ...] = (None, By.PROJECT, By.KEY)
+"""What the rows of a month can sum up."""
 _MONTH_COLUMNS = {
-    "owner": "owner",
-    "project": "project_id",
     "trained": "train_tokens",
     "prefill": "prefill_tokens",
     "cached": "cached_tokens",
@@ -84,12 +88,14 @@ def show_usage(
     ] = False,
     since: Annotated[
         datetime | None,
-        typer.Option(formats=_FORMATS, help="Only from this hour on, in UTC.", show_default=False),
+        typer.Option(
+            parser=moment_option,
+            metavar="TIME",
+            help="Only from this hour on, in UTC unless it has a zone.",
+            show_default=False,
+        ),
     ] = None,
-    until: Annotated[
-        datetime | None,
-        typer.Option(formats=_FORMATS, help="Only before this time, in UTC.", show_default=False),
-    ] = None,
+    until: Until = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of rows to list. Default: 100.")
     ] = None,
@@ -97,7 +103,8 @@ def show_usage(
         str | None,
         typer.Option(
             metavar="YYYY-MM",
-            help="Sum up this month (UTC) by owner, project and base model, with its cost.",
+            help="Sum up this month (UTC) by owner, base model and project, or --by key, with its"
+            " cost.",
             show_default=False,
         ),
     ] = None,
@@ -111,15 +118,16 @@ def show_usage(
         fail("--csv, --json: choose one of them")
     times = {"since": since, "until": until}
     if month is not None:
-        _refuse({"by": by, **times, "limit": limit})
+        _refuse({"by": None if by in _OF_A_MONTH else by, **times, "limit": limit})
         scope = "accessible" if everybody else "owned"
-        asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
+        asked = {"month": month, "by": str(by or By.PROJECT), "access_scope": scope}
+        asked |= {"owner": owner} if owner else {}
         _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
         return
     by = by or By.MODEL
     query = {"by": str(by), "limit": 100 if limit is None else limit}
     query["access_scope"] = "accessible" if everybody else "owned"
-    query |= {name: moment(t.replace(tzinfo=UTC)) for name, t in times.items() if t is not None}
+    query |= {name: moment(t) for name, t in times.items() if t is not None}
     if owner is not None:
         query["owner"] = owner
     if as_csv:
@@ -127,7 +135,7 @@ def show_usage(
         return
     answer = request("GET", base_url, api_key, f"usage?{urlencode(query)}")
     if as_json:
-        typer.echo(json.dumps(answer))
+        typer.echo(_without_exponents(json.dumps(answer)))
         return
     _print(answer, str(by) if by in _GROUPED else "from (UTC)")
 
@@ -136,8 +144,8 @@ def _refuse(selecting: Mapping[str, object]) -> None:
     """Exit if any option was given that a month would ignore."""
     if given := [f"--{name}" for name, value in selecting.items() if value is not None]:
         fail(
-            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, project and base"
-            " model; leave out one or the other"
+            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, base model and"
+            " project, or --by key; leave out one or the other"
         )
 
 
@@ -197,7 +205,7 @@ def _print_csv(base_url: str | None, api_key: str, query: Mapping[str, object]) 
         rows = request("GET", base_url, api_key, f"usage?{page}")["usage"]
         if offset == 0:
             writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({name: _plain(row.get(name)) for name in columns} for row in rows)
         if len(rows) < _PAGE:
             return
 
@@ -208,7 +216,7 @@ def _show_month(
     """Print the usage of a month.
 
     Args:
-        query: `month`, such as 2026-11, and whose usage.
+        query: `month`, such as 2026-11, what the rows are `by`, and whose usage.
         base_url: URL of the server; None means the running server of this machine.
         api_key: the caller's key.
         as_json: whether to print the answer of the server.
@@ -217,19 +225,39 @@ def _show_month(
     answer = request("GET", base_url, api_key, f"usage/month?{urlencode(query)}")
     rows: list[dict[str, Any]] = answer["usage"]
     if as_json:
-        typer.echo(json.dumps(answer))
+        typer.echo(_without_exponents(json.dumps(answer)))
     elif as_csv:
+        columns = ["owner", *_GROUPED[query["by"]], *_OF_MONTH]
         writer = csv.writer(sys.stdout)
-        writer.writerow([*_OF_MONTH, "currency"])
-        writer.writerows([*(row[name] for name in _OF_MONTH), answer["currency"]] for row in rows)
+        writer.writerow([*columns, "currency"])
+        for row in rows:
+            writer.writerow([*(_plain(row[name]) for name in columns), answer["currency"]])
     else:
+        of = query["by"]
         texts = [
-            {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
+            {
+                "owner": row["owner"],
+                of: _key(row) if of == By.KEY else row["project_id"] or "-",
+                **{column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()},
+            }
+            for row in rows
         ]
-        show(texts, list(_MONTH_COLUMNS), as_json=False)
+        show(texts, ["owner", of, *_MONTH_COLUMNS], as_json=False)
         typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
         if any(row["cost"] is None for row in rows):
             typer.echo("-: no price in the setting `prices` of the server")
+
+
+def _plain(value: object) -> object:
+    """Return a value for CSV, without an exponent: spreadsheets take `1.2e-05` for a text."""
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else value
+
+
+def _without_exponents(text: str) -> str:
+    """Return JSON whose numbers are all decimals, such as 0.000012."""
+    return _STRING_OR_EXPONENT.sub(
+        lambda found: found[0] if found[0].startswith('"') else format(Decimal(found[0]), "f"), text
+    )
 
 
 def _text(value: object) -> str:

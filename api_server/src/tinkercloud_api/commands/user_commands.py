@@ -13,7 +13,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     check_owner,
     with_catalog,
 )
-from tinkercloud_api.commands.common.shared import Json, fail, say_line, show
+from tinkercloud_api.commands.common.shared import Json, Yes, confirm, fail, say, show
 from tinkercloud_api.config.readable import moment
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ def create_user(
         ),
     ] = None,
     state_dir: StateDir = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Create an entry for an owner, without a key. An OpenID login with this name uses it."""
     check_owner("NAME", name)
@@ -62,6 +64,7 @@ def create_user(
     change = Change("user_create", arguments, [f"user {name}"])
     if change_catalog(state_dir, change, lambda catalog: catalog.add_user(name, role)) is None:
         fail(f"{name!r} has an entry already; see `tinkercloud users show {name}`")
+    say(f"created {name}", {"name": name, "role": role}, as_json=as_json)
 
 
 @app.command("show")
@@ -121,6 +124,8 @@ def set_role(
         ),
     ],
     state_dir: StateDir = None,
+    *,
+    as_json: Json = False,
 ) -> None:
     """Limit what all keys of an owner may do, from their next request on."""
     if role not in {*Role, "none"}:
@@ -129,27 +134,33 @@ def set_role(
     change = Change("user_role_set", ["users", "set-role", name, role], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_user_role(name, limit)):
         fail(_unknown(name))
-    say_line(f"role of {name}: {limit or 'that of each key'}")
+    sentence = f"role of {name}: {limit or 'that of each key'}"
+    say(sentence, {"name": name, "role": limit}, as_json=as_json)
 
 
 @app.command("disable")
-def disable_user(name: Name, state_dir: StateDir = None) -> None:
+def disable_user(
+    name: Name, state_dir: StateDir = None, *, yes: Yes = False, as_json: Json = False
+) -> None:
     """Refuse all keys of an owner from now on, on all servers. Its runs and checkpoints stay."""
+    confirm(f"Refuse all keys of {name}?", skipped=yes)
     change = Change("user_disable", ["users", "disable", name], [f"user {name}"])
     if not change_catalog(
         state_dir, change, lambda catalog: catalog.set_disabled(name, datetime.now(UTC))
     ):
         fail(_unknown(name))
-    say_line(f"{name} is disabled: no server accepts its keys any more")
+    sentence = f"{name} is disabled: no server accepts its keys any more"
+    say(sentence, {"name": name, "state": "disabled"}, as_json=as_json)
 
 
 @app.command("enable")
-def enable_user(name: Name, state_dir: StateDir = None) -> None:
+def enable_user(name: Name, state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Accept the keys of a disabled owner again."""
     change = Change("user_enable", ["users", "enable", name], [f"user {name}"])
     if not change_catalog(state_dir, change, lambda catalog: catalog.set_disabled(name, None)):
         fail(_unknown(name))
-    say_line(f"{name} is enabled: servers accept its keys again")
+    sentence = f"{name} is enabled: servers accept its keys again"
+    say(sentence, {"name": name, "state": "enabled"}, as_json=as_json)
 
 
 def _unknown(name: str) -> str:

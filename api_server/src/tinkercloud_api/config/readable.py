@@ -36,3 +36,19 @@ def moment(time: datetime | str | None) -> str:
         return ""
     parsed = datetime.fromisoformat(time) if isinstance(time, str) else time
     return f"{parsed.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def parse_moment(text: str) -> datetime:
+    """Parse a day or a time in ISO 8601; without a zone it is in UTC.
+
+    Raises:
+        ValueError: it is none; the message names the accepted forms.
+    """
+    try:
+        parsed = datetime.fromisoformat(text)
+        return (parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)).astimezone(UTC)
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"{text!r} is not a time; expected a day or a time, in UTC unless it has a zone, such"
+            " as 2026-11-28, 2026-11-28T19:14 or 2026-11-28T21:14:30+02:00"
+        ) from None

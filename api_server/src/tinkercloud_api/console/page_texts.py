@@ -1,7 +1,5 @@
 """How pages show what others have written, and numbers, sizes and times."""
 
-from datetime import datetime
-
 from tinkercloud_api.config.readable import printable
 
 _MAX_SHOWN = 200
@@ -21,8 +19,3 @@ def output(text: str) -> str:
 def number(value: float | None) -> str:
     """Return a number with five digits; a dash for None."""
     return "-" if value is None else f"{value:.5g}"
-
-
-def moment(value: datetime) -> str:
-    """Return a time in UTC, to the second."""
-    return value.strftime("%Y-%m-%d %H:%M:%S UTC")

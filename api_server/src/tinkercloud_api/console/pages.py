@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinkercloud_api.access.browser_sessions import BrowserSession, BrowserSessions
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.config.readable import binary_size
+from tinkercloud_api.config.readable import binary_size, moment
 from tinkercloud_api.console import page_texts
 from tinkercloud_api.console.charts import HEIGHT, WIDTH
 from tinkercloud_api.context import get_context
@@ -57,7 +57,7 @@ def segment(text: str) -> str:
 _TEMPLATES.filters |= {
     "shown": page_texts.shown,
     "number": page_texts.number,
-    "moment": page_texts.moment,
+    "moment": moment,
     "size": binary_size,
     "segment": segment,
     "quoted": shlex.quote,

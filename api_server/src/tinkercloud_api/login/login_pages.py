@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.access.browser_sessions import BrowserSessions
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
+from tinkercloud_api.config.readable import moment
 from tinkercloud_api.config.sections.login_settings import OidcSettings
 from tinkercloud_api.context import Context
 from tinkercloud_api.login.openid_login import CALLBACK, Logins, Outcome, Purpose
@@ -157,7 +158,7 @@ async def _start(logins: Logins, request: Request, purpose: Purpose) -> Response
 
 
 def _issued(key: str, row: ApiKey) -> HTMLResponse:
-    ends = row.expires_at.isoformat(timespec="minutes") if row.expires_at else "never"
+    ends = moment(row.expires_at) or "never"
     return _page(
         f"<p>This is the API key of <b>{html.escape(row.owner)}</b>"
         f" (role {html.escape(row.role)}, until {ends}). It is not shown again.</p>"

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from typing import Literal
 
 from tinkercloud_api.catalog.usage.stored_days import StoredBytes
 from tinkercloud_api.catalog.usage.usage_ledger import UsageTotal
@@ -26,35 +27,51 @@ class _Amounts:
     storage: Decimal = field(default_factory=Decimal)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Group:
+    """What a row is of."""
+
+    owner: str
+    project_id: str
+    key_id: int
+    """0 for none."""
+    key_name: str
+    base_model: str
+
+
 def bill(
-    used: Iterable[UsageTotal], stored: Iterable[StoredBytes], days: int, prices: PriceSettings
+    used: Iterable[UsageTotal],
+    stored: Iterable[StoredBytes],
+    days: int,
+    prices: PriceSettings,
+    by: Literal["project", "key"] = "project",
 ) -> Sequence[BilledUsage]:
-    """Return what each owner has used, by project and base model, and what it costs.
+    """Return what each owner has used, by base model and project or key, and what it costs.
 
     Args:
-        used: the tokens of the month, by project.
-        stored: the storage of the month.
+        used: the tokens of the month, by project or key.
+        stored: the storage of the month, which has no key.
         days: days of the month.
         prices: the prices.
+        by: what the rows are of, in addition to owner and base model.
     """
-    found: dict[tuple[str, str, str], _Amounts] = {}
+    found: dict[_Group, _Amounts] = {}
     for total in used:
-        key = (total.owner, total.project_id or "", total.base_model)
-        amounts = found.setdefault(key, _Amounts())
+        key = total.key_id or 0, total.key_name or ""
+        group = _Group(total.owner, total.project_id or "", *key, total.base_model)
+        amounts = found.setdefault(group, _Amounts())
         amounts.train += int(total.amounts["trained_tokens"] + total.amounts["forward_tokens"])
         amounts.prefill += int(total.amounts["prefill_tokens"])
         amounts.cached += int(total.amounts["cached_tokens"])
         amounts.sample += int(total.amounts["sampled_tokens"])
     for each in stored:
-        key = (each.owner, each.project_id or "", each.base_model)
-        found.setdefault(key, _Amounts()).storage += each.byte_days / _GIB / days
-    return [_billed(key, amounts, prices.of(key[2])) for key, amounts in sorted(found.items())]
+        project_id = (each.project_id or "") if by == "project" else ""
+        group = _Group(each.owner, project_id, 0, "", each.base_model)
+        found.setdefault(group, _Amounts()).storage += each.byte_days / _GIB / days
+    return [_billed(each, found[each], prices.of(each.base_model)) for each in sorted(found)]
 
 
-def _billed(
-    key: tuple[str, str, str], amounts: _Amounts, prices: ModelPrices | None
-) -> BilledUsage:
-    owner, project_id, base_model = key
+def _billed(of: _Group, amounts: _Amounts, prices: ModelPrices | None) -> BilledUsage:
     cost = None
     if prices is not None:
         cost = amounts.storage * prices.storage + sum(
@@ -67,9 +84,11 @@ def _billed(
             )
         )
     return BilledUsage(
-        owner=owner,
-        project_id=project_id or None,
-        base_model=base_model,
+        owner=of.owner,
+        project_id=of.project_id or None,
+        key_id=of.key_id or None,
+        key_name=of.key_name or None,
+        base_model=of.base_model,
         train_tokens=amounts.train,
         prefill_tokens=amounts.prefill,
         cached_tokens=amounts.cached,

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from urllib.parse import quote, urlencode
 
+from tinkercloud_api.config import readable
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.paths import CheckpointPath
 
@@ -89,5 +90,5 @@ def check(key: bytes, grant: Grant, given: str, moment: datetime) -> None:
             " request a new one"
         )
     if grant.expires <= moment.timestamp():
-        expired_at = datetime.fromtimestamp(grant.expires, UTC).isoformat()
+        expired_at = readable.moment(datetime.fromtimestamp(grant.expires, UTC))
         raise UrlGone(f"expires: this URL expired at {expired_at}; request a new one")

@@ -343,10 +343,14 @@ class UsageList(Answer):
 
 
 class BilledUsage(Answer):
-    """What an owner has used of a base model in a month, in a project or none."""
+    """What an owner has used of a base model in a month, in a project or none, or with a key."""
 
     owner: str
     project_id: str | None
+    """By project; null for none."""
+    key_id: int | None = None
+    """By key; null for storage, and for sessions whose key is not known."""
+    key_name: str | None = None
     base_model: str
     train_tokens: int
     """Tokens of forward_backward and of forward-only requests."""

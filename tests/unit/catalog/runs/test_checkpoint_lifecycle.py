@@ -617,11 +617,13 @@ async def test_a_lost_catalog_is_rebuilt_and_an_intact_one_is_unchanged(
     assert await world.catalog.is_empty()
     assert await has_checkpoints(objects)
 
-    rebuilt = await rebuild(world.catalog, objects)
+    rebuilt = Rebuilt()
+    assert await rebuild(world.catalog, objects, rebuilt) is rebuilt
     await world.checkpoints.set_ttl(path("a"), ME, 3600)
     assert await rebuild(world.catalog, objects) == rebuilt
 
-    assert (rebuilt.runs, rebuilt.checkpoints, len(rebuilt.damaged)) == (2, 2, 2)
+    assert (rebuilt.folders, rebuilt.runs) == (3, 2)
+    assert (rebuilt.checkpoints, len(rebuilt.damaged)) == (2, 2)
     assert await world.names() == {"a", "b", "bad"}
     (kept,) = [info for info in await world.checkpoints.of_run("s:train:0") if not info.damage]
     assert kept.expires_at is not None

@@ -38,9 +38,11 @@ def test_the_merged_model_computes_what_peft_does(
     base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "merged").mkdir()
+    steps: list[str] = []
 
-    merge(base, adapter, tmp_path / "merged")
+    merge(base, adapter, tmp_path / "merged", steps.append)
 
+    assert [step.split()[0] for step in steps] == ["loading", "merging", "writing"]
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert logprobs_of(merged, TOKENS) == pytest.approx(
         logprobs(tiny_llama(), adapter, TOKENS), abs=1e-4

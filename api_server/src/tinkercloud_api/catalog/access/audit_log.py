@@ -18,6 +18,7 @@ from tinkercloud_api.catalog.access import audit_chain
 from tinkercloud_api.catalog.access.audit_chain import ChainCheck, Mark, Verdict
 from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import AuditChain, AuditEntry, now
+from tinkercloud_api.config.readable import moment
 
 SERVER = "server:"
 """Owner of what the server does by itself."""
@@ -169,7 +170,7 @@ class AuditLog(Statements):
         some = (await self._numbers(old.order_by(AuditEntry.id).limit(_MAX_FORGOTTEN)))[-1:]
         for last in some:
             is_old = AuditEntry.at < before
-            await self._remove(last, is_old, f"older than {before.isoformat(timespec='seconds')}")
+            await self._remove(last, is_old, f"older than {moment(before)}")
 
     async def forget_surplus(self, kept: int = MAX_ENTRIES_PER_OWNER) -> None:
         """Trim the log of each owner that has more than `kept` rows to its newest `0.9 * kept`."""

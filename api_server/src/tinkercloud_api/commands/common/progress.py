@@ -7,7 +7,7 @@ from what the command showed last, or from the start of its process.
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ _LINE_SECONDS = 5.0
 _TERMINAL_SECONDS = 0.2
 _SHORTEST_SECONDS = 1.0
 """Waits that have lasted less are not shown."""
+_BAR_CHARACTERS = 20
 
 
 class _Line:
@@ -37,6 +38,13 @@ class _Line:
         sys.stderr.write(f"\r\x1b[K{shown}" if self._is_terminal else f"{shown}\n")
         sys.stderr.flush()
         note_output()
+
+    def bar(self, done: int, total: int | None) -> str:
+        """Return a bar and a space before a text, in a terminal and if the total is known."""
+        if not self._is_terminal or not total:
+            return ""
+        filled = "#" * (_BAR_CHARACTERS * min(done, total) // total)
+        return f"[{filled:{_BAR_CHARACTERS}}] "
 
     @property
     def is_due(self) -> bool:
@@ -85,7 +93,8 @@ class CopyProgress:
         if self._total is not None:
             # The server may write while its files are copied.
             of = f" of {binary_size(max(self._total, self._done))}"
-        self._line.show(f"{self._verb} {binary_size(self._done)}{of}")
+        bar = self._line.bar(self._done, self._total)
+        self._line.show(f"{bar}{self._verb} {binary_size(self._done)}{of}")
 
 
 class StateProgress:
@@ -108,11 +117,12 @@ class StateProgress:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str | Callable[[], str]) -> Iterator[None]:
     """Show what a command waits for, and for how long, within the context.
 
     Args:
-        what: a clause such as `waiting for the server`.
+        what: a clause such as `waiting for the server`, or a function that returns it with how far
+            it is.
     """
     ended, line, began = threading.Event(), _Line(), time.monotonic()
 
@@ -122,15 +132,16 @@ def waiting(what: str) -> Iterator[None]:
         while not ended.wait(max(_Line.shown_at + pause - time.monotonic(), _TERMINAL_SECONDS)):
             now = time.monotonic()
             if now >= max(_Line.shown_at + pause, began + _SHORTEST_SECONDS):
-                line.show(f"{what}, for {now - began:.0f} s")
+                shown = what if isinstance(what, str) else what()
+                line.show(f"{shown}, for {now - began:.0f} s")
                 pause, has_shown = line.pause, True
         if has_shown:
             line.end()
 
-    shown = threading.Thread(target=run, daemon=True)
-    shown.start()
+    showing = threading.Thread(target=run, daemon=True)
+    showing.start()
     try:
         yield
     finally:
         ended.set()
-        shown.join()
+        showing.join()

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from tinkercloud_api.commands.common.progress import CopyProgress, note_output, waiting
-from tinkercloud_api.config.readable import printable
+from tinkercloud_api.config.readable import parse_moment, printable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -44,6 +45,7 @@ BaseUrl = Annotated[
 ]
 ApiKey = Annotated[str, typer.Option(envvar="TINKER_API_KEY", help="API key.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+
 WATCH_SECONDS = 2.0
 """Time between what `--watch` prints."""
 _FOLDED_WIDTH = 40
@@ -52,6 +54,29 @@ _READ_SECONDS = 600.0
 _CLEAR = "\x1b[2J\x1b[H"
 """Clears a terminal."""
 _PART_BYTES = 1 << 20
+
+
+def moment_option(text: str) -> datetime:
+    """Parse the time that an option gives.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    try:
+        return parse_moment(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+Until = Annotated[
+    datetime | None,
+    typer.Option(
+        parser=moment_option,
+        metavar="TIME",
+        help="Only before this time, in UTC unless it has a zone.",
+        show_default=False,
+    ),
+]
 
 
 class CallError(Exception):

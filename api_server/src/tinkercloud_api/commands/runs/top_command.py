@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,7 +24,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
 )
 from tinkercloud_api.commands.run_commands import age_of, mean_text
-from tinkercloud_api.config.readable import printable
+from tinkercloud_api.config.readable import moment, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -130,7 +130,7 @@ def _follow(read: Callable[[], Seen]) -> None:
                 tables = _tables(read(), live.console.width)
             except NoAnswerError as error:
                 first = f"trying again: {printable(str(error))}"
-            clock = datetime.now().astimezone().strftime("%H:%M:%S")
+            clock = moment(datetime.now(UTC))
             live.update(Group(Text(f"{clock}  {first}"), *tables), refresh=True)
             time.sleep(WATCH_SECONDS)
 

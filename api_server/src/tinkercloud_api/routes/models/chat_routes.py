@@ -19,6 +19,7 @@ from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.config.readable import moment
 from tinkercloud_api.context import Context
 from tinkercloud_api.providers.base import Pending
 from tinkercloud_api.providers.model_names import model_of
@@ -239,12 +240,11 @@ class _Model:
         return {"id": self.name, "object": "model", "created": created, "owned_by": self.owner}
 
     def for_anthropic(self) -> dict[str, Any]:
-        created = self.created.isoformat(timespec="seconds").replace("+00:00", "Z")
         return {
             "type": "model",
             "id": self.name,
             "display_name": self.name,
-            "created_at": created,
+            "created_at": moment(self.created),
         }
 
 
