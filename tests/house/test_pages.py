@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tinkercloud_crds.conditions import Reason
+from tinkercloud_crds.remedies import REMEDIES
 from tinkercloud_operator.settings import ENV_PREFIX, Settings
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +65,14 @@ def pages_of_navigation(entries: list[Any]) -> list[str]:
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_of_a_condition_is_explained(reason: Reason) -> None:
     assert f"`{reason}`" in OPERATIONS
+
+
+def test_the_remedies_of_reasons_are_those_of_the_page() -> None:
+    section = OPERATIONS.partition("## Reasons, and what to do")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", section, re.M)
+    plain = {name: re.sub(r"\[([^]]+)\]\([^)]*\)", r"\1", text) for name, text in rows}
+
+    assert {name: plain[name].replace("`", "") for name in REMEDIES} == REMEDIES
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)

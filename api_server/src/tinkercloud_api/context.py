@@ -1,6 +1,6 @@
 """The components of a running server, created at startup and passed to request handlers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -28,6 +28,7 @@ from tinkercloud_api.heads.shared_heads import SharedHeads
 from tinkercloud_api.providers.base import SessionProvider
 from tinkercloud_api.runs.base_models import BaseModels
 from tinkercloud_api.runs.direct_sessions import DirectSessions
+from tinkercloud_api.runs.first_seen import FirstSeen
 from tinkercloud_api.runs.owner_programs import Programs
 from tinkercloud_api.runs.quota_listing import Quotas
 from tinkercloud_api.runs.run_control import Runs
@@ -82,6 +83,7 @@ class Context:
     billing: Billing
     projects: Projects
     health: HealthChecks
+    first_seen: FirstSeen = field(default_factory=FirstSeen)
 
 
 def get_context(request: Request) -> Context:

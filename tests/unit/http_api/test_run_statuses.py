@@ -48,10 +48,6 @@ class Provider(OneHead):
     def __init__(self) -> None:
         super().__init__()
         self.started = asyncio.Event()
-        self.limited: list[Tenant] = []
-
-    def tenants(self) -> list[Tenant]:  # type: ignore[override] # tests of others have none
-        return self.limited
 
     def runs(self) -> list[str]:
         return ["own"]
@@ -158,7 +154,7 @@ async def test_runs_that_wait_are_found_with_the_reason(world: World) -> None:
 async def test_a_run_that_no_request_asks_for_after_a_restart_waits_for_the_same_limit(
     world: World,
 ) -> None:
-    world.provider.limited = [
+    world.provider.of_tenants = [
         Tenant("all", TenantSpec(owners=["*"], limits=TenantLimits(models=1)))
     ]
 

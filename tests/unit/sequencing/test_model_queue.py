@@ -100,6 +100,20 @@ async def test_requests_run_in_order_of_their_numbers(bench: Bench) -> None:
     assert bench.ran == ["other 1", "other 2", "other 3", "other 4"]
 
 
+async def test_the_time_of_the_last_progress_is_that_of_a_request_that_arrived_or_finished(
+    bench: Bench,
+) -> None:
+    created = bench.queue.moved_at
+    bench.submit(2)
+    arrived = bench.queue.moved_at
+    bench.submit(3)
+    waits = bench.queue.moved_at
+    bench.submit(1)
+    await bench.queue.idle()
+
+    assert created < arrived == waits < bench.queue.moved_at
+
+
 async def test_a_repeated_request_runs_once_and_has_one_id(bench: Bench) -> None:
     ids = {bench.submit(1) for _ in range(3)}
 

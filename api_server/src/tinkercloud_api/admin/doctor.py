@@ -23,6 +23,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.providers.head_progress import resident_bytes
 from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
+from tinkercloud_api.runs.server_disks import LOW_DISK_BYTES
 from tinkercloud_crds import labels
 from tinkercloud_kube.client import Client
 from tinkercloud_kube.errors import KubernetesError
@@ -30,8 +31,6 @@ from tinkercloud_protocol.heads.launch import HeadStatus
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
-
-_LOW_DISK_BYTES = 5 << 30
 
 
 async def examine(settings: Settings) -> list[CheckResult]:
@@ -74,7 +73,7 @@ def _state_dir(settings: Settings) -> CheckResult:
 def _disk(settings: Settings) -> CheckResult:
     folder = settings.state_dir if settings.state_dir.exists() else "/"
     free = shutil.disk_usage(folder).free
-    is_good = free >= _LOW_DISK_BYTES
+    is_good = free >= LOW_DISK_BYTES
     remedy = "" if is_good else "delete old checkpoints, or choose another state folder"
     return CheckResult("disk", is_good=is_good, detail=f"{binary_size(free)} free", remedy=remedy)
 

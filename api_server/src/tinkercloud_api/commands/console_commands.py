@@ -16,8 +16,9 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+from tinkercloud_api.config.readable import moment
 
-_COLUMNS = ["what", "owner", "reason", "remedy"]
+_COLUMNS = ["since", "what", "owner", "reason", "remedy"]
 
 
 def open_console(
@@ -42,7 +43,11 @@ def open_console(
 def list_problems(
     api_key: ApiKey, base_url: BaseUrl = None, *, again: Watch = False, as_json: Json = False
 ) -> None:
-    """List what needs attention: failing models and stores, runs that are lost or wait, quotas."""
+    """List what needs attention and what to do, the newest first.
+
+    Failing stores, models, sessions and programs; disks and quotas that are full; runs that are
+    lost, stuck or wait.
+    """
 
     def draw() -> None:
         found = request("GET", base_url, api_key, "problems")["problems"]
@@ -50,7 +55,12 @@ def list_problems(
             typer.echo("There is no problem.")
             return
         rows = [
-            {**each, "what": f"{each['kind']} {each['subject']}", "owner": each["owner"] or ""}
+            {
+                **each,
+                "since": moment(each["since"]),
+                "what": f"{each['kind']} {each['subject']}",
+                "owner": each["owner"] or "",
+            }
             for each in found
         ]
         show(found if as_json else rows, _COLUMNS, as_json=as_json)

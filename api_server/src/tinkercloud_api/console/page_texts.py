@@ -2,13 +2,16 @@
 
 from tinkercloud_api.config.readable import printable
 
-_MAX_SHOWN = 200
 
+def shown(value: object, most: int = 200) -> str:
+    """Return a text without control characters, cut to a length that fits a page.
 
-def shown(value: object) -> str:
-    """Return a text without control characters, cut to a length that fits a page."""
+    Args:
+        value: what is shown.
+        most: number of characters from which on it is cut.
+    """
     text = str(value)
-    return printable(text[:_MAX_SHOWN]) + ("…" if len(text) > _MAX_SHOWN else "")
+    return printable(text[:most]) + ("…" if len(text) > most else "")
 
 
 def output(text: str) -> str:

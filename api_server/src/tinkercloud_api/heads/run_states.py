@@ -27,6 +27,8 @@ _HAS_ENDED: Mapping[str, bool] = {"open": False, "ended": True}
 """The statuses that the catalog knows."""
 _OF_HEADS = {"live", "running", "idle", "waiting", "dedicated"}
 """The statuses that only runs can have which a head has, or is to create."""
+HEAD_IS_SILENT = "its session head is busy, and has not said how it is doing"
+"""Why nothing is known of a run whose head does not respond."""
 _CONTINUES = "its next request continues it where it was"
 _LOST = "its session head stopped without saving it"
 _UNASKED = "no request waits for it on this server: it starts only if its client asks again"
@@ -163,7 +165,7 @@ class RunStates:
     async def _unheld(self, row: TrainingRun, generation: str, *, is_placed: bool) -> Whereabouts:
         """Return where the model of a run is that no head has reported."""
         if any(generation == head.generation for head in self.provider.shared_heads()):
-            return Whereabouts("live", "its session head is busy, and has not said how it is doing")
+            return Whereabouts("live", HEAD_IS_SILENT)
         placement = placement_of(row)
         state = await self.checkpoints.suspended.find(row.id)
         if state is not None and state.continues_from(generation):

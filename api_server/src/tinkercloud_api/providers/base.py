@@ -2,8 +2,9 @@
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quota_fields import Tenant
@@ -85,6 +86,23 @@ class Pending:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class FailingCondition:
+    """A condition of a Kubernetes object that needs somebody's attention."""
+
+    kind: Literal["model", "pool", "session"]
+    name: str
+    """Name of the object."""
+    owner: str | None
+    """Whose session it is; None for what only administrators see."""
+    model_id: str | None
+    """The run that the session serves; None if it serves none."""
+    reason: str
+    remedy: str
+    since: datetime | None
+    """When its status last changed; None if that can't be read."""
+
+
 class HeadFailed(WireError):
     """A head failed to start; the message describes the failure. Repeating the request retries."""
 
@@ -159,6 +177,10 @@ class SessionProvider(Protocol):
         None if that differs between runs.
         """
         return None
+
+    def failing(self) -> list[FailingCondition]:
+        """Return the conditions of sessions, pools and base models that need attention."""
+        return []
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
         """Return the use of a model's pool; None if its runs share none."""

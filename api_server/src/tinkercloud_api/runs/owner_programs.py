@@ -9,7 +9,8 @@ import asyncio
 import hashlib
 import importlib.util
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from datetime import datetime
 
 import structlog
 
@@ -354,6 +355,10 @@ class Programs:
         """Return programs, newest first, without their `state`; owner None means all owners."""
         rows = await self._records.programs(owner, Page(offset, limit))
         return [summary(row) for row in rows]
+
+    async def failed(self, owner: str | None, since: datetime) -> Sequence[ProgramInfo]:
+        """Return programs that have failed since a time, as `list`."""
+        return [summary(row) for row in await self._records.failed(owner, since)]
 
 
 def _rlve_program(config: RlveConfig, model_id: str, base_model: str, owner: str) -> Program:

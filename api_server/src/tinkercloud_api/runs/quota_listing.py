@@ -22,8 +22,13 @@ class Quotas:
     async def of(self, owner: str) -> Quota | None:
         """Return the limits of an owner's tenant and their use; None if it has no tenant."""
         tenant = self.tenants.of(owner)
-        if tenant is None:
-            return None
+        return await self._of_tenant(tenant) if tenant is not None else None
+
+    async def of_all(self) -> list[Quota]:
+        """Return the limits of all tenants and their use."""
+        return [await self._of_tenant(tenant) for tenant in self.tenants.all()]
+
+    async def _of_tenant(self, tenant: Tenant) -> Quota:
         limits = tenant.spec.limits
         used = await self.usage_of(tenant)
         return Quota(

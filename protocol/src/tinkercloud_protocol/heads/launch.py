@@ -509,6 +509,8 @@ class HeldModel(_Answer):
     """What its next request waits for. `waiting`: for earlier ones, or for its turn."""
     queue_reason: str | None = None
     """Why the next request waits; None if none does, or no reason is known."""
+    waiting_seconds: float = 0.0
+    """For how long there have been requests, of which none has finished; 0 without any."""
     tokens_per_minute: float = 0.0
     """Trained, forwarded, prefilled and sampled tokens of the last minute."""
     unsaved_steps: int = 0

@@ -5,7 +5,9 @@ from typing import Literal
 
 from tinkercloud_protocol.responses.listings import Answer
 
-ProblemKind = Literal["store", "model", "run", "quota"]
+ProblemKind = Literal["store", "disk", "model", "pool", "session", "run", "program", "quota"]
+"""What fails. `pool` and `session` are TrainingSessions on Kubernetes: a cluster that sessions
+share, and any other."""
 
 
 class Problem(Answer):
@@ -13,16 +15,20 @@ class Problem(Answer):
 
     kind: ProblemKind
     subject: str
-    """The base model, run or limit; `checkpoint store` for the store."""
+    """The base model, session, run, program, folder or limit; `checkpoint store` for the store."""
     owner: str | None = None
-    """Owner of the run or quota; None if it concerns everybody."""
+    """Owner of the session, run or program, and of a quota who asks; None otherwise."""
+    run_id: str | None = None
+    """The run that it is about, or whose session or program it is; None if there is none."""
     reason: str
     remedy: str
+    since: datetime | None = None
+    """When it began, or when somebody first asked and it was there; lists always have it."""
     last_used_at: datetime | None = None
     """Time of the run's last request."""
 
 
 class ProblemList(Answer):
-    """GET problems: those of everybody first, then those of runs, the last used first."""
+    """GET problems: the newest first."""
 
     problems: list[Problem]

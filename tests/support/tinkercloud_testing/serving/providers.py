@@ -1,16 +1,18 @@
 """Providers of session heads that tests control."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tinkercloud_api.providers.base import (
+    FailingCondition,
     HeadEndpoint,
     Pending,
     Placement,
     RecordReport,
     ServedModel,
 )
+from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import WireError
@@ -25,6 +27,8 @@ class OneHead:
         """Runs that have a place on the head."""
         self.gone: set[str] = set()
         """Runs whose head was permanently removed."""
+        self.conditions: list[FailingCondition] = []
+        self.of_tenants: Sequence[Tenant] = ()
 
     async def start(self, record_report: RecordReport) -> None: ...
 
@@ -33,8 +37,8 @@ class OneHead:
     def models(self) -> list[ServedModel]:
         return [ServedModel("tiny", 512)]
 
-    def tenants(self) -> tuple[()]:
-        return ()
+    def tenants(self) -> Sequence[Tenant]:
+        return self.of_tenants
 
     async def admit(self, placement: Placement) -> ModelSpec:
         assert placement.model is not None
@@ -56,6 +60,9 @@ class OneHead:
 
     def state_of(self, _model: ServedModel) -> str | None:
         return None
+
+    def failing(self) -> list[FailingCondition]:
+        return self.conditions
 
     def pool_of(self, _model: ServedModel) -> PoolUse | None:
         return None

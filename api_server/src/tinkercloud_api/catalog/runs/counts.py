@@ -1,6 +1,6 @@
 """Counts of what an owner uses, and the creation of sessions under ids that the server derives."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -39,6 +39,12 @@ class Counts(Statements):
         async with self._reading() as db:
             rows = (await db.execute(ordered.offset(page.offset).limit(page.limit))).all()
         return [Storage(name, count, int(size or 0)) for name, count, size in rows]
+
+    async def visible_runs(self, run_ids: Collection[str], visible: Visibility) -> Set[str]:
+        """Return which of these runs a list shows, deleted ones included."""
+        query = select(TrainingRun.id).where(TrainingRun.id.in_(run_ids), visible.of(TrainingRun))
+        async with self._reading() as db:
+            return frozenset((await db.scalars(query)).all())
 
     async def count_runs_named(self, run_ids: Collection[str], owner: str | None) -> int:
         """Return how many of these runs exist and were not deleted.

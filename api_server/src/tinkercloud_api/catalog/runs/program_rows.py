@@ -13,6 +13,7 @@ from tinkercloud_protocol.programs.program_messages import ProgramPhase
 RUNNING = [phase for phase in ProgramPhase if not phase.is_final]
 """Phases of programs that have not ended."""
 _MAX_MESSAGE_CHARACTERS = 1000
+_MAX_FAILED = 100
 
 
 class ProgramCatalog(Statements):
@@ -32,6 +33,15 @@ class ProgramCatalog(Statements):
         if owner is not None:
             query = query.where(Program.owner == owner)
         return await self._all(query.offset(page.offset).limit(page.limit))
+
+    async def failed(self, owner: str | None, since: datetime) -> Sequence[Program]:
+        """Return some programs that have failed since a time, newest first; None: of all owners."""
+        query = select(Program).where(
+            Program.phase == ProgramPhase.FAILED, Program.finished_at >= since
+        )
+        if owner is not None:
+            query = query.where(Program.owner == owner)
+        return await self._all(query.order_by(Program.finished_at.desc()).limit(_MAX_FAILED))
 
     async def unfinished(self) -> Sequence[Program]:
         """Return the programs that have not ended, oldest first."""

@@ -21,6 +21,7 @@ from typing import Any, Self
 import structlog
 
 from tinkercloud_api.providers.base import (
+    FailingCondition,
     HeadEndpoint,
     HeadFailed,
     Pending,
@@ -32,6 +33,7 @@ from tinkercloud_api.providers.base import (
 )
 from tinkercloud_api.providers.cluster import session_spec
 from tinkercloud_api.providers.cluster.cluster_errors import wire_error
+from tinkercloud_api.providers.cluster.failing_conditions import failing_conditions
 from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints, HeadUnresponsive
 from tinkercloud_api.providers.cluster.placed_sessions import PlacedSessions, belongs, name_of
 from tinkercloud_api.providers.cluster.session_activity import ActivityAnnotator
@@ -169,6 +171,10 @@ class KubernetesProvider(SessionProvider):
         """Return the offered BaseModel of a model name, if there is one."""
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
+
+    def failing(self) -> list[FailingCondition]:
+        """See `SessionProvider.failing`."""
+        return list(failing_conditions(self._sessions.objects(), self._base_models.objects()))
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
         """See `SessionProvider.pool_of`."""

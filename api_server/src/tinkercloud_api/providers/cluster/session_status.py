@@ -76,6 +76,7 @@ class BaseModelView:
     """Number of GPUs that the pods of its sessions request."""
     idle: IdleGpus = field(default_factory=IdleGpus)
     """Those that nobody uses, as last written by the operator."""
+    conditions: tuple[Condition, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ def read_base_model(manifest: Manifest) -> BaseModelView:
         pool=_pool_use(PoolStatus.model_validate(status["pool"])) if "pool" in status else None,
         gpus=status.get("gpus", 0),
         idle=IdleGpus.model_validate(status.get("idle", {})),
+        conditions=tuple(conditions),
     )
 
 

@@ -1,15 +1,22 @@
-"""What needs attention: failing models and stores, runs that are lost or wait, limits reached."""
+"""What needs attention: failing stores, disks, models, sessions, runs and programs; full quotas."""
 
+import asyncio
 from collections.abc import Collection, Iterator
+from datetime import datetime, timedelta
 
 from fastapi import APIRouter
 
+from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import names_no_object
+from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import TrainingRun
+from tinkercloud_api.catalog.schema.tables import TrainingRun, now
+from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.context import Caller, Context, Server
-from tinkercloud_api.heads.run_states import Whereabouts
+from tinkercloud_api.heads.run_states import HEAD_IS_SILENT, Whereabouts
+from tinkercloud_api.runs.server_disks import full_disks
+from tinkercloud_protocol.programs.program_messages import ProgramInfo
 from tinkercloud_protocol.responses.listings import ListedModel, Quota
 from tinkercloud_protocol.responses.problems import Problem, ProblemList
 from tinkercloud_protocol.wire.errors import WireError
@@ -18,7 +25,16 @@ router = APIRouter(prefix="/api/v1", tags=["problems"])
 
 _MAX_RUNS = 100
 """Runs that are looked at, the last used first."""
+_STUCK_AFTER = timedelta(minutes=10)
+"""How long requests of a run must wait without progress until that is a problem."""
+_FAILED_WITHIN = timedelta(days=7)
+"""How long a program that has failed is a problem."""
 _SAVE = "save its state now: tinkercloud runs save {run}"
+_STUCK = (
+    "look at the log of its session head, and at tinkercloud runs timeline {run}; if its client is"
+    " gone, end the run: tinkercloud runs stop {run}"
+)
+_SILENT = "look at the log of its session head; restart the head if that does not continue"
 _REMEDIES = {
     "lost": "continue it from a checkpoint: tinkercloud runs attach {run}",
     "unknown": "look at the checkpoint store and the disk of the server, which do not respond",
@@ -31,17 +47,27 @@ _REMEDIES = {
 @router.get("/problems")
 @names_no_object
 async def list_problems(server: Server, caller: Caller) -> ProblemList:
-    """List what needs attention of what the caller may see."""
+    """List what needs attention of what the caller may see, the newest first.
+
+    Only admins see disks, pools, the conditions of BaseModels, and the quotas of all tenants.
+    """
+    moment = now()
     found = [*await _of_store(server)]
+    if caller.role is Role.ADMIN:
+        found += await asyncio.to_thread(lambda: list(_of_disks(server)))
     models = await server.base_models.listed(caller)
     loading = {model.model_name for model in models if _is_loading(model)}
     found += _of_models(models)
-    found += _of_quota(caller.owner, await server.quotas.of(caller.owner))
+    found += await _of_quotas(server, caller)
+    conditions, explained = await _of_conditions(server, caller)
+    found += conditions
     visible = caller.visible("accessible")
     runs, _ = await server.runs.states.search(RunSearch(visible), None, Page(0, _MAX_RUNS))
     for row, place in runs:
-        found += of_run(row, place, loading)
-    return ProblemList(problems=found)
+        found += of_run(row, place, loading, explained, moment)
+    owner = caller.owner_filter("accessible")
+    found += map(_of_program, await server.programs.failed(owner, moment - _FAILED_WITHIN))
+    return ProblemList(problems=server.first_seen.dated(found, moment))
 
 
 async def _of_store(server: Context) -> list[Problem]:
@@ -55,6 +81,19 @@ async def _of_store(server: Context) -> list[Problem]:
     return []
 
 
+def _of_disks(server: Context) -> Iterator[Problem]:
+    for disk in full_disks(server.settings):
+        is_full = disk.free_bytes == 0
+        yield Problem(
+            kind="disk",
+            subject=str(disk.folder),
+            reason=f"its disk is {'' if is_full else 'nearly '}full: {binary_size(disk.free_bytes)}"
+            " free",
+            remedy="delete old checkpoints (tinkercloud checkpoints keep), or move the folder to a"
+            " larger disk",
+        )
+
+
 def _of_models(listed: list[ListedModel]) -> Iterator[Problem]:
     for model in listed:
         if model.state is not None and model.state.startswith("failed"):
@@ -66,47 +105,135 @@ def _of_models(listed: list[ListedModel]) -> Iterator[Problem]:
             )
 
 
-def _of_quota(owner: str, quota: Quota | None) -> Iterator[Problem]:
-    for limit in quota.limits if quota is not None else []:
+async def _of_quotas(server: Context, caller: Principal) -> list[Problem]:
+    own = await server.quotas.of(caller.owner)
+    if caller.role is not Role.ADMIN:
+        return list(_of_quota(own, caller.owner)) if own is not None else []
+    found = list[Problem]()
+    for quota in await server.quotas.of_all():
+        is_own = own is not None and own.tenant == quota.tenant
+        found += _of_quota(quota, caller.owner if is_own else None)
+    return found
+
+
+def _of_quota(quota: Quota, owner: str | None) -> Iterator[Problem]:
+    for limit in quota.limits:
         if limit.limit is not None and limit.used is not None and limit.used >= limit.limit:
             yield Problem(
                 kind="quota",
-                subject=limit.name,
+                subject=f"{limit.name} of tenant {quota.tenant}",
                 owner=owner,
                 reason=f"{limit.used} of {limit.limit} are used",
                 remedy="end runs or delete checkpoints, or ask an admin for more",
             )
 
 
+async def _of_conditions(
+    server: Context, caller: Principal
+) -> tuple[list[Problem], Collection[str]]:
+    """Return the failing conditions that a caller may see, and the runs that they explain."""
+    failing = server.provider.failing()
+    named = {each.model_id for each in failing if each.model_id is not None}
+    visible = await server.catalog.visible_runs(named, caller.visible("accessible"))
+    problems, explained = list[Problem](), set[str]()
+    for each in failing:
+        if each.owner is None:
+            is_visible = caller.role is Role.ADMIN
+        elif each.model_id is None:
+            is_visible = caller.may_see(each.owner)
+        else:
+            is_visible = each.model_id in visible
+        if is_visible:
+            explained.add(each.model_id or "")
+            problems.append(
+                Problem(
+                    kind=each.kind,
+                    subject=each.name,
+                    owner=each.owner,
+                    run_id=each.model_id,
+                    reason=each.reason,
+                    remedy=each.remedy,
+                    since=each.since,
+                )
+            )
+    return problems, explained
+
+
 def _is_loading(model: ListedModel) -> bool:
     return (model.state or "").startswith(("loading", "downloading", "not loaded"))
 
 
-def of_run(row: TrainingRun, place: Whereabouts, loading: Collection[str]) -> Iterator[Problem]:
+def of_run(
+    row: TrainingRun,
+    place: Whereabouts,
+    loading: Collection[str],
+    explained: Collection[str],
+    moment: datetime,
+) -> Iterator[Problem]:
     """Yield what needs attention of a run.
 
     Args:
         row: the run.
         place: where its model is.
         loading: base models that load, for which their runs just wait.
+        explained: runs of which a condition of their session says what they wait for.
+        moment: the present time.
     """
-    held, causes = place.held, list[tuple[str, str]]()
-    causes.append((place.state, place.reason or f"the run is {place.state}"))
-    if row.base_model not in loading:
-        causes.append(
-            (place.queue_state, place.queue_reason or f"its next request is {place.queue_state}")
-        )
-    found = [(why, _REMEDIES[what]) for what, why in causes if what in _REMEDIES]
-    if held is not None and held.degraded is not None:
-        found.append((f"a kill of its head would lose steps: {held.degraded}", _SAVE))
-    if held is not None and held.autosave_failure is not None:
-        found.append((f"it has no automatic checkpoint: {held.autosave_failure}", _SAVE))
-    for reason, remedy in found:
+    for reason, remedy, since in _causes(row, place, loading, explained, moment):
         yield Problem(
             kind="run",
             subject=row.id,
             owner=row.owner,
+            run_id=row.id,
             reason=reason,
             remedy=remedy.format(run=row.id),
+            since=since,
             last_used_at=row.last_request_at,
         )
+
+
+def _causes(
+    row: TrainingRun,
+    place: Whereabouts,
+    loading: Collection[str],
+    explained: Collection[str],
+    moment: datetime,
+) -> Iterator[tuple[str, str, datetime | None]]:
+    """Yield the reason of each problem of a run, its remedy and, if it is known, its start."""
+    held = place.held
+    if place.state in _REMEDIES:
+        yield place.reason or f"the run is {place.state}", _REMEDIES[place.state], None
+    if place.reason == HEAD_IS_SILENT:
+        yield place.reason, _SILENT, None
+    waits_for_others = row.base_model in loading or row.id in explained
+    if place.queue_state in _REMEDIES and not waits_for_others:
+        why = place.queue_reason or f"its next request is {place.queue_state}"
+        # A run that has no model yet waits since it was created.
+        yield why, _REMEDIES[place.queue_state], None if row.generation else row.created_at
+    if held is None:
+        return
+    waited = timedelta(seconds=held.waiting_seconds)
+    computes = held.tokens_per_minute > 0
+    if place.queue_state in {"waiting", "running"} and waited >= _STUCK_AFTER and not computes:
+        minutes = waited // timedelta(minutes=1)
+        why = f"it is stuck: for {minutes} minutes no request has finished, although some wait"
+        if place.queue_reason is not None:
+            why = f"{why} ({place.queue_reason})"
+        yield why, _STUCK, moment - waited
+    if held.degraded is not None:
+        yield f"a kill of its head would lose steps: {held.degraded}", _SAVE, None
+    if held.autosave_failure is not None:
+        yield f"it has no automatic checkpoint: {held.autosave_failure}", _SAVE, None
+
+
+def _of_program(program: ProgramInfo) -> Problem:
+    return Problem(
+        kind="program",
+        subject=program.program_id,
+        owner=program.owner,
+        run_id=program.model_id,
+        reason=f"{program.name} has failed: {program.message or 'it gave no reason'}",
+        remedy=f"read its output: tinkercloud programs logs {program.program_id}; then correct it"
+        " and start it again",
+        since=program.finished_at,
+    )

@@ -103,6 +103,7 @@ class SuspendedModels:
             is_repeating=model.queue.repetition is not None,
             queue_state=queue_state,
             queue_reason=queue_reason,
+            waiting_seconds=model.waiting_seconds,
             tokens_per_minute=self._backend.usage.tokens_per_minute(name),
             unsaved_steps=model.operations.schedule.unsaved,
             autosave_failure=model.operations.schedule.failure,

@@ -1,6 +1,7 @@
 """A model in memory: its specification, operations and request queue."""
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -156,6 +157,12 @@ class LiveModel:
         if not sequencer.is_stuck:
             reason = self.operations.engine.why_waiting() or self.queue.repetition
         return ("running" if reason is None else "waiting"), reason
+
+    @property
+    def waiting_seconds(self) -> float:
+        """For how long there have been requests, of which none has finished; 0 without any."""
+        queue = self.queue
+        return time.monotonic() - queue.moved_at if queue.sequencer.num_pending else 0.0
 
     async def quiesce(self) -> None:
         """Pause the queue; return once nothing runs, not even in the background."""

@@ -8,6 +8,7 @@ Rules beyond order:
 """
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, replace
@@ -177,6 +178,8 @@ class ModelQueue:
         self._to_repeat: Sequence[int] = ()
         """These numbers before any had run, in order."""
         self._unnumbered = WorkBetween()
+        self.moved_at = time.monotonic()
+        """When the last request finished, or the next one arrived if it was the only one."""
         self._arrived = asyncio.Event()
         self._idle = asyncio.Event()
         self._is_paused = False
@@ -223,6 +226,8 @@ class ModelQueue:
         return request_id
 
     def _enter(self, queued: QueuedRequest) -> None:
+        if not (self._queued or self.sequencer.is_running):
+            self.moved_at = time.monotonic()
         self._results.open(self.request_id(queued.seq_id), queued.digest, self._owner)
         self._queued[queued.seq_id] = queued
         self._idle.clear()
@@ -427,6 +432,7 @@ class ModelQueue:
                 continue
             await self._run(seq_id, self._queued.pop(seq_id))
             self.sequencer.finish()
+            self.moved_at = time.monotonic()
 
     async def _run(self, seq_id: int, queued: QueuedRequest) -> None:
         request_id = self.request_id(seq_id)
