@@ -170,7 +170,7 @@ def test_the_runs_and_the_usage_of_others_do_not_exist(
         True,
     )
     assert training.model_id not in text(stranger.get("/console/runs"))
-    assert "Nothing was used yet" in text(stranger.get("/console/usage"))
+    assert "Nothing was used in this month" in text(stranger.get("/console/usage"))
     assert "bootstrap" not in text(stranger.get("/console/usage"))
 
 

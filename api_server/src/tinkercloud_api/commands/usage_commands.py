@@ -53,16 +53,19 @@ _AMOUNTS = {
 
 
 _OF_MONTH = (
-    *("owner", "project_id", "base_model", "train_tokens", "prefill_tokens", "cached_tokens"),
-    *("sampled_tokens", "storage_gib_months", "cost"),
+    *("base_model", "train_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
+    *("engine_seconds", "storage_gib_months", "cost"),
 )
+_MONTH_GROUPS = {
+    By.PROJECT: {"owner": "owner", "project": "project_id"},
+    By.DAY: {"day": "day", "owner": "owner"},
+}
 _MONTH_COLUMNS = {
-    "owner": "owner",
-    "project": "project_id",
     "trained": "train_tokens",
     "prefill": "prefill_tokens",
     "cached": "cached_tokens",
     "sampled": "sampled_tokens",
+    "engine s": "engine_seconds",
     "GiB-months": "storage_gib_months",
     "cost": "cost",
     "base model": "base_model",
@@ -97,7 +100,8 @@ def show_usage(
         str | None,
         typer.Option(
             metavar="YYYY-MM",
-            help="Sum up this month (UTC) by owner, project and base model, with its cost.",
+            help="Sum up this month (UTC) by owner, project and base model, with its cost; by days"
+            " with --by day.",
             show_default=False,
         ),
     ] = None,
@@ -111,9 +115,11 @@ def show_usage(
         fail("--csv, --json: choose one of them")
     times = {"since": since, "until": until}
     if month is not None:
-        _refuse({"by": by, **times, "limit": limit})
+        by = by or By.PROJECT
+        _refuse({"by": None if by in _MONTH_GROUPS else by, **times, "limit": limit})
         scope = "accessible" if everybody else "owned"
-        asked = {"month": month, "access_scope": scope} | ({"owner": owner} if owner else {})
+        asked = {"month": month, "by": str(by), "access_scope": scope}
+        asked |= {"owner": owner} if owner else {}
         _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
         return
     by = by or By.MODEL
@@ -136,8 +142,8 @@ def _refuse(selecting: Mapping[str, object]) -> None:
     """Exit if any option was given that a month would ignore."""
     if given := [f"--{name}" for name, value in selecting.items() if value is not None]:
         fail(
-            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, project and base"
-            " model; leave out one or the other"
+            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, base model, and"
+            " project or day; leave out one or the other"
         )
 
 
@@ -208,7 +214,7 @@ def _show_month(
     """Print the usage of a month.
 
     Args:
-        query: `month`, such as 2026-11, and whose usage.
+        query: `month`, such as 2026-11, `by`, and whose usage.
         base_url: URL of the server; None means the running server of this machine.
         api_key: the caller's key.
         as_json: whether to print the answer of the server.
@@ -216,17 +222,18 @@ def _show_month(
     """
     answer = request("GET", base_url, api_key, f"usage/month?{urlencode(query)}")
     rows: list[dict[str, Any]] = answer["usage"]
+    groups = _MONTH_GROUPS[By(query["by"])]
     if as_json:
         typer.echo(json.dumps(answer))
     elif as_csv:
         writer = csv.writer(sys.stdout)
-        writer.writerow([*_OF_MONTH, "currency"])
-        writer.writerows([*(row[name] for name in _OF_MONTH), answer["currency"]] for row in rows)
+        names = [*groups.values(), *_OF_MONTH]
+        writer.writerow([*names, "currency"])
+        writer.writerows([*(row[name] for name in names), answer["currency"]] for row in rows)
     else:
-        texts = [
-            {column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()} for row in rows
-        ]
-        show(texts, list(_MONTH_COLUMNS), as_json=False)
+        columns = groups | _MONTH_COLUMNS
+        texts = [{column: _text(row[name]) for column, name in columns.items()} for row in rows]
+        show(texts, list(columns), as_json=False)
         typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
         if any(row["cost"] is None for row in rows):
             typer.echo("-: no price in the setting `prices` of the server")

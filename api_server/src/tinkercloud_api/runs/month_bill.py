@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import date, timedelta
 from decimal import Decimal
+from typing import NamedTuple
 
 from tinkercloud_api.catalog.usage.stored_days import StoredBytes
 from tinkercloud_api.catalog.usage.usage_ledger import UsageTotal
@@ -11,8 +13,26 @@ from tinkercloud_protocol.responses.listings import BilledUsage
 
 _MILLION = Decimal(1_000_000)
 _GIB = Decimal(1 << 30)
+_HOURS_OF_DAY = 24
+_EPOCH = date(1970, 1, 1)
 COST_DECIMALS = 9
 """A token at 0.001 for a million still counts."""
+
+
+class _Group(NamedTuple):
+    """What a row sums up."""
+
+    day: int | None
+    """Days from 1970-01-01 in UTC; None means the whole month."""
+    owner: str
+    project_id: str
+    """Empty for none, and for those of a day."""
+    base_model: str
+
+    @property
+    def place(self) -> tuple[int, str, str, str]:
+        """Its place in the list: the latest day first, then by name."""
+        return (-(self.day or 0), *self[1:])
 
 
 @dataclass(slots=True)
@@ -23,38 +43,47 @@ class _Amounts:
     prefill: int = 0
     cached: int = 0
     sample: int = 0
+    engine_seconds: float = 0.0
     storage: Decimal = field(default_factory=Decimal)
 
 
 def bill(
-    used: Iterable[UsageTotal], stored: Iterable[StoredBytes], days: int, prices: PriceSettings
+    used: Iterable[UsageTotal],
+    stored: Iterable[StoredBytes],
+    days: int,
+    prices: PriceSettings,
+    *,
+    by_day: bool = False,
 ) -> Sequence[BilledUsage]:
-    """Return what each owner has used, by project and base model, and what it costs.
+    """Return what each owner has used, by project or day and base model, and what it costs.
 
     Args:
-        used: the tokens of the month, by project.
-        stored: the storage of the month.
+        used: the tokens of the month, by project or by day.
+        stored: the storage of the month, likewise.
         days: days of the month.
         prices: the prices.
+        by_day: whether they are by day.
     """
-    found: dict[tuple[str, str, str], _Amounts] = {}
+    found: dict[_Group, _Amounts] = {}
     for total in used:
-        key = (total.owner, total.project_id or "", total.base_model)
-        amounts = found.setdefault(key, _Amounts())
+        day = total.first_hour // _HOURS_OF_DAY if by_day else None
+        group = _Group(day, total.owner, total.project_id or "", total.base_model)
+        amounts = found.setdefault(group, _Amounts())
         amounts.train += int(total.amounts["trained_tokens"] + total.amounts["forward_tokens"])
         amounts.prefill += int(total.amounts["prefill_tokens"])
         amounts.cached += int(total.amounts["cached_tokens"])
         amounts.sample += int(total.amounts["sampled_tokens"])
+        amounts.engine_seconds += total.amounts["engine_seconds"]
     for each in stored:
-        key = (each.owner, each.project_id or "", each.base_model)
-        found.setdefault(key, _Amounts()).storage += each.byte_days / _GIB / days
-    return [_billed(key, amounts, prices.of(key[2])) for key, amounts in sorted(found.items())]
+        group = _Group(each.day, each.owner, each.project_id or "", each.base_model)
+        found.setdefault(group, _Amounts()).storage += each.byte_days / _GIB / days
+    return [
+        _billed(group, found[group], prices.of(group.base_model))
+        for group in sorted(found, key=lambda group: group.place)
+    ]
 
 
-def _billed(
-    key: tuple[str, str, str], amounts: _Amounts, prices: ModelPrices | None
-) -> BilledUsage:
-    owner, project_id, base_model = key
+def _billed(group: _Group, amounts: _Amounts, prices: ModelPrices | None) -> BilledUsage:
     cost = None
     if prices is not None:
         cost = amounts.storage * prices.storage + sum(
@@ -67,13 +96,15 @@ def _billed(
             )
         )
     return BilledUsage(
-        owner=owner,
-        project_id=project_id or None,
-        base_model=base_model,
+        owner=group.owner,
+        project_id=group.project_id or None,
+        day=None if group.day is None else _EPOCH + timedelta(group.day),
+        base_model=group.base_model,
         train_tokens=amounts.train,
         prefill_tokens=amounts.prefill,
         cached_tokens=amounts.cached,
         sampled_tokens=amounts.sample,
+        engine_seconds=round(amounts.engine_seconds, 6),
         storage_gib_months=float(round(amounts.storage, 6)),
         cost=round(float(cost), COST_DECIMALS) if cost is not None else None,
     )

@@ -4,7 +4,7 @@ Field names are the SDK's (`tinker.types`). The SDK requires the mandatory field
 unknown ones.
 """
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -343,16 +343,21 @@ class UsageList(Answer):
 
 
 class BilledUsage(Answer):
-    """What an owner has used of a base model in a month, in a project or none."""
+    """What an owner has used of a base model in a month: in a project or none, or on a day."""
 
     owner: str
     project_id: str | None
+    """Null of a day, which has all projects."""
+    day: date | None = None
+    """The day (UTC); null unless days were asked for."""
     base_model: str
     train_tokens: int
     """Tokens of forward_backward and of forward-only requests."""
     prefill_tokens: int
     cached_tokens: int
     sampled_tokens: int
+    engine_seconds: float
+    """Seconds in which session heads computed; they have no price."""
     storage_gib_months: float
     """GiB of checkpoints, measured once a day; those kept for half of the month count half."""
     cost: float | None

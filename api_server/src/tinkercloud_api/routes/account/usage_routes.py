@@ -64,14 +64,18 @@ async def show_usage(  # noqa: PLR0917 - query parameters
 
 @router.get("/usage/month")
 @names_no_object
-async def show_month(
+async def show_month(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
     month: str,
     owner: str | None = None,
     access_scope: Literal["owned", "accessible"] = "owned",
+    by: Literal["project", "day"] = "project",
 ) -> MonthUsage:
-    """Sum up what was used in a month (UTC), such as 2026-11, and what it costs."""
+    """Sum up what was used in a month (UTC), such as 2026-11, and what it costs.
+
+    Rows are by owner, base model, and project or day; days are the latest first.
+    """
     if _MONTH.fullmatch(month) is None:
         raise InvalidRequest(f"month: got {month[:20]!r}; expected year and month, as in 2026-11")
     whose = _whose(caller, owner, access_scope)
@@ -79,10 +83,11 @@ async def show_month(
     days = monthrange(first.year, first.month)[1]
     start = datetime.combine(first, time(), UTC)
     since, until = hour_of(start), hour_of(start + timedelta(days=days))
-    query = UsageQuery("project", whose, since=since, until=until)
+    query = UsageQuery(by, whose, since=since, until=until)
     used = await server.usage.totals(query, Page(0, _MAX_BILLED))
-    stored = await server.billing.stored(whose, since // 24, until // 24)
-    rows = bill(used, stored, days, server.settings.prices)
+    by_day = by == "day"
+    stored = await server.billing.stored(whose, since // 24, until // 24, by_day=by_day)
+    rows = bill(used, stored, days, server.settings.prices, by_day=by_day)
     return MonthUsage(
         month=month,
         currency=server.settings.prices.currency,
