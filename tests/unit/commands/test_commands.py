@@ -39,7 +39,7 @@ from tinkercloud_protocol.responses.run_states import RunInfo
 from tinkercloud_testing.resources.charts import ROOT
 
 ONLY_CHANGE = {
-    *("keys revoke", "sessions delete", "checkpoints delete"),
+    *("keys revoke", "sessions delete"),
     *("users create", "users set-role", "users disable", "users enable"),
     *("projects rename", "projects delete", "projects set-member", "projects remove-member"),
     "projects move",
