@@ -182,7 +182,10 @@ def test_checkpoints_are_listed_with_their_base_model_and_deleted(
 
     listed = json.loads(checkpoints(server, "list", "--json", key=key).stdout)
     page = checkpoints(server, "list", key=key).stdout
-    deleted = checkpoints(server, "delete", path, key=key)
+    asked = checkpoints(server, "delete", path, key=key)
+    assert (asked.exit_code, path in checkpoints(server, "list", key=key).stdout) == (1, True)
+    assert f"Delete {path}?" in asked.stderr
+    deleted = checkpoints(server, "delete", path, "--yes", key=key)
 
     row = next(row for row in listed if row["tinker_path"] == path)
     assert row["base_model"] == "tiny/llama"
@@ -190,7 +193,7 @@ def test_checkpoints_are_listed_with_their_base_model_and_deleted(
     assert path in page
     assert (deleted.exit_code, deleted.stdout) == (0, f"deleted {path}\n")
     assert path not in checkpoints(server, "list", "--json", key=key).stdout
-    assert "404" in checkpoints(server, "delete", path, key=key).stderr
+    assert "404" in checkpoints(server, "delete", path, "--yes", "--json", key=key).stderr
 
 
 def test_an_admin_imports_for_another_owner_and_nobody_else_does(

@@ -170,7 +170,7 @@ def test_the_runs_and_the_usage_of_others_do_not_exist(
         True,
     )
     assert training.model_id not in text(stranger.get("/console/runs"))
-    assert "Nothing was used yet" in text(stranger.get("/console/usage"))
+    assert "Nothing was used in this month" in text(stranger.get("/console/usage"))
     assert "bootstrap" not in text(stranger.get("/console/usage"))
 
 
@@ -289,6 +289,33 @@ def test_runs_are_compared_and_those_of_others_are_not(
     assert stranger.get(path).status_code == 404
     assert "tick up to" in browser.get("/console/compare").text
     assert browser.get(f"/console/compare?{'&'.join(['run=x:train:0'] * 9)}").status_code == 400
+
+
+def test_what_clients_logged_is_compared_as_charts_and_tables(
+    server: Server, browser: Browser
+) -> None:
+    first, second, empty = (
+        server.client().create_lora_training_client(MODEL, rank=4).result().model_id for _ in "abc"
+    )
+    for run, reward in ((first, 0.25), (second, 0.75)):
+        body = {"step": 3, "metrics": {"reward": reward, SCRIPT[:40]: 1.0}}
+        assert server.post(f"runs/{run}/metrics", body).status == 200
+
+    page = browser.get("/console/compare?" + urlencode({"run": [first, second, empty]}, doseq=True))
+
+    assert "<script>" not in page.text
+    assert all(f'class="mean colour-{number}' in page.text for number in (0, 1))
+    cells = "".join(f'<td class="number">{value}</td>' for value in ("0.25", "0.75", ""))
+    assert f'<tr><th scope="row" class="number">3</th>{cells}</tr>' in page.text
+    command = ["--base-url", server.url, "--api-key", API_KEY]
+    shown = server.command("runs", "compare", first, second, empty, "--metric", "reward", *command)
+    assert shown.splitlines()[-1].split() == ["3", "0.25", "0.75"]
+    wrong = server.command("runs", "compare", first, "--metric", "nothing", *command)
+    assert "has nothing; choose --metric from: " in wrong
+    assert "reward" in wrong
+    alone = text(browser.get(f"/console/compare?run={empty}"))
+    assert "None of these runs has reported an optimizer step" in alone
+    assert f"GET /api/v1/runs/{empty}/curve" in alone
 
 
 def test_problems_are_named_with_what_to_do(server: Server, browser: Browser) -> None:

@@ -1,6 +1,7 @@
 """The checkpoints of a run in the console: who may download, publish, keep and delete them."""
 
 import io
+import json
 import tarfile
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -8,11 +9,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import tinker
+from typer.testing import CliRunner, Result
 
+from tinkercloud_api.cli import app
 from tinkercloud_api.config.readable import moment
 from tinkercloud_testing.clients.console_browser import Browser, events, read_only_browser, text
 from tinkercloud_testing.clients.sdk_steps import step
-from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.serving.servers import API_KEY, Server
 
 MODEL = "tiny/llama"
 LIFE = "Keep it for so many days"
@@ -80,6 +83,32 @@ def test_a_checkpoint_is_kept_for_days_or_until_it_is_deleted(
         assert (answer.status_code, "days: " in text(answer)) == (400, True), wrong
     assert browser.submit(f"{path}/ttl", unlimited="yes").status_code == 303
     assert listed(server, training, "kept")["expires_at"] is None
+
+
+def test_commands_do_what_the_page_does(server: Server, training: tinker.TrainingClient) -> None:
+    saved(training, "by-command")
+    path = f"tinker://{training.model_id}/sampler_weights/by-command"
+
+    def run(*words: str, key: str = API_KEY) -> Result:
+        call = ["checkpoints", *words, path, "--base-url", server.url, "--api-key", key]
+        return CliRunner().invoke(app, call)
+
+    assert run("publish").stdout == f"everybody may read {path}\n"
+    assert listed(server, training, "by-command")["public"] is True
+    assert json.loads(run("unpublish", "--json").stdout) == {"tinker_path": path, "public": False}
+    assert listed(server, training, "by-command")["public"] is False
+    assert run("ttl", "--days", "3").stdout == f"{path} is kept for 3 days\n"
+    ends = datetime.fromisoformat(listed(server, training, "by-command")["expires_at"])
+    assert timedelta(days=2.9) < ends - datetime.now(UTC) < timedelta(days=3.1)
+    assert json.loads(run("ttl", "--never", "--json").stdout)["ttl_seconds"] is None
+    assert listed(server, training, "by-command")["expires_at"] is None
+    for wrong in ((), ("--days", "3", "--never")):
+        assert "--days, --never: choose one of them" in run("ttl", *wrong).stderr
+    assert run("ttl", "--days", "0").exit_code == 2
+    stranger = server.new_key("stranger")
+    for words in (("publish",), ("unpublish",), ("ttl", "--never"), ("delete", "--yes")):
+        assert "404: " in run(*words, key=stranger).stderr, words
+    assert json.loads(run("delete", "--yes", "--json").stdout) == {"deleted": [path]}
 
 
 def test_a_checkpoint_is_deleted_only_if_the_box_is_ticked(

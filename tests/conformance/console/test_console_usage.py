@@ -1,6 +1,7 @@
 """The console's pages about what is used: by project with its cost, and by which runs now."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def test_a_month_has_its_cost_by_project(
     wait_until(lambda: "4.00 EUR" in text(browser.get("/console/usage")), "the usage")
 
     page = text(browser.get("/console/usage"))
-    assert '<td class="number">4.0000</td>' in page
+    by_project, _, by_day = page.partition("<h2>Days</h2>")
+    assert all('<td class="number">4.0000</td>' in each for each in (by_project, by_day))
+    assert re.search(r'<th scope="row">\d{4}-\d\d-\d\d</th><td>ann</td>', by_day)
     assert "vision-" in page
     assert "Nothing was used in this month" in text(browser.get("/console/usage?month=2026-01"))
     assert "?month=2025-12" in browser.get("/console/usage?month=2026-01").text

@@ -158,8 +158,17 @@ def _check_month(server: Server, key: str, used: Counter[str]) -> None:
     assert row["cost"] == answer["total"] == trained + 2 * used["sampled_tokens"]
     assert (float(line["cost"]), line["currency"]) == (row["cost"], "EUR")
     assert f"total: {row['cost']} EUR" in server.command(*call)
+    by_day = json.loads(server.command(*call, "--by", "day", "--json"))
+    assert sum(day["cost"] for day in by_day["usage"]) == by_day["total"] == answer["total"]
+    assert {day["day"][:7] for day in by_day["usage"]} == {month}
+    days = list(csv.DictReader(io.StringIO(server.command(*call, "--by", "day", "--csv"))))
+    assert [(day["day"], float(day["cost"])) for day in days] == [
+        (day["day"], day["cost"]) for day in by_day["usage"]
+    ]
+    assert f"{days[0]['day']} ann " in server.command(*call, "--by", "day")
     path = "/api/v1/usage/month?month="
-    assert server.request("GET", f"{path}{month}&owner=bob", key=key).status == 404
+    assert server.request("GET", f"{path}{month}&owner=bob&by=day", key=key).status == 404
+    assert server.request("GET", f"{path}{month}&by=hour", key=key).status == 400
     for wrong in ("2026-13", "1999-12", "november", "2026-11-01"):
         assert "expected year and month" in server.request("GET", path + wrong, key=key).detail
     assert server.request("GET", f"{path}2001-01", key=key).json()["usage"] == []

@@ -1,7 +1,8 @@
 """What a month costs: tokens and storage by owner, project and base model, times the prices."""
 
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, date, datetime
 
 import pytest
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -44,6 +45,7 @@ def manifest(*, size: int, day: int) -> CheckpointManifest:
 def used(owner: str, base_model: str, **tokens: int) -> UsageTotal:
     names = ("trained", "forward", "prefill", "cached", "sampled")
     amounts: dict[str, int | float] = {f"{n}_tokens": tokens.get(n, 0) for n in names}
+    amounts["engine_seconds"] = 0.5
     return UsageTotal(owner, base_model, None, "vision", 0, 1, amounts)
 
 
@@ -101,6 +103,21 @@ def test_a_bill_by_key_has_the_same_total_with_storage_in_a_row_without_a_key() 
     ]
 
 
+def test_the_costs_of_days_add_up_to_that_of_the_month() -> None:
+    prices = PriceSettings.model_validate({"models": {"a": {"train": 2, "storage": 0.3}}})
+    first = replace(used("ann", "a", trained=10**6), project_id=None, first_hour=24 * 100)
+    second = replace(used("ann", "a", trained=10**6), project_id=None, first_hour=24 * 101)
+    stored = [StoredBytes("ann", None, "a", 15 * GIB, day=day) for day in (101, 102)]
+
+    days = bill([first, second], stored, 30, prices, by="day")
+    (month,) = bill([first, second], [StoredBytes("ann", None, "a", 30 * GIB)], 30, prices)
+
+    assert [row.day for row in days] == [date(1970, 4, each) for each in (13, 12, 11)]
+    assert [row.cost for row in days] == pytest.approx([0.15, 2.15, 2.0])
+    assert month.cost == pytest.approx(sum(row.cost or 0.0 for row in days))
+    assert (month.day, month.engine_seconds) == (None, 1.0)
+
+
 async def test_storage_is_measured_once_a_day_and_deleted_checkpoints_stay_billed(
     engine: AsyncEngine,
 ) -> None:
@@ -119,3 +136,6 @@ async def test_storage_is_measured_once_a_day_and_deleted_checkpoints_stay_bille
     assert await days.stored("ann", 100, 103) == [StoredBytes("ann", None, "tiny", 8 * GIB)]
     assert await days.stored(None, 101, 102) == [StoredBytes("ann", None, "tiny", 5 * GIB)]
     assert await days.stored("bob", 100, 103) == []
+    assert await days.stored("ann", 100, 103, by_day=True) == [
+        StoredBytes("ann", None, "tiny", size * GIB, day=day) for day, size in ((100, 3), (101, 5))
+    ]

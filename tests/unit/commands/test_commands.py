@@ -450,7 +450,7 @@ def test_usage_as_csv_has_only_columns_that_its_rows_can_fill(
 
 @pytest.mark.parametrize(
     "option",
-    [("--by", "day"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
+    [("--by", "hour"), ("--since", "2026-11-02"), ("--until", "2026-11-03"), ("--limit", "5")],
 )
 def test_options_that_a_month_would_ignore_are_refused(option: tuple[str, str]) -> None:
     call = ["usage", "--month", "2026-11", *option, "--api-key", "tml-key"]

@@ -1,4 +1,4 @@
-"""`tinkercloud checkpoints`: list, export, merge, import and delete checkpoints of a server."""
+"""`tinkercloud checkpoints`: list, publish, export, merge, import and delete checkpoints."""
 
 import asyncio
 import importlib.util
@@ -32,7 +32,7 @@ from tinkercloud_api.commands.common.shared import (
 from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
-    help="List, export, merge, import and delete checkpoints of a running server.",
+    help="List, publish, keep, export, merge, import and delete checkpoints of a running server.",
     no_args_is_help=True,
 )
 
@@ -45,6 +45,9 @@ _WEIGHTS = {".safetensors", ".bin"}
 """Endings of files with weights."""
 _UPLOAD_COLUMNS = ["upload_id", "name", "base_model", "size", "is_received", "expires"]
 _COLUMNS = ["path", "type", "base model", "size", "saved", "expires", "public"]
+
+_DAY_SECONDS = 24 * 3600
+_MAX_DAYS = 3650
 
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="Path of the checkpoint: tinker://...")
@@ -87,6 +90,50 @@ def _row(checkpoint: dict[str, Any]) -> dict[str, object]:
     }
 
 
+@app.command("publish")
+def publish_checkpoint(
+    path: PathArgument, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
+    """Let everybody with a key of the server read a checkpoint."""
+    request("POST", base_url, api_key, f"{_url_of(path)}/publish")
+    say(f"everybody may read {path}", {"tinker_path": path, "public": True}, as_json=as_json)
+
+
+@app.command("unpublish")
+def unpublish_checkpoint(
+    path: PathArgument, api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False
+) -> None:
+    """Let only those read a checkpoint who may see its run."""
+    request("DELETE", base_url, api_key, f"{_url_of(path)}/publish")
+    say(
+        f"not everybody may read {path} any more",
+        {"tinker_path": path, "public": False},
+        as_json=as_json,
+    )
+
+
+@app.command("ttl")
+def set_ttl(
+    path: PathArgument,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    days: Annotated[
+        int | None,
+        typer.Option(min=1, max=_MAX_DAYS, help="Delete it after so many days from now."),
+    ] = None,
+    never: Annotated[bool, typer.Option("--never", help="Keep it until it is deleted.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Set how long a checkpoint is kept."""
+    if never == (days is not None):
+        fail("--days, --never: choose one of them")
+    seconds = None if days is None else days * _DAY_SECONDS
+    request("PUT", base_url, api_key, f"{_url_of(path)}/ttl", {"ttl_seconds": seconds})
+    until = "until it is deleted" if days is None else f"for {days} day{'s' * (days != 1)}"
+    say(f"{path} is kept {until}", {"tinker_path": path, "ttl_seconds": seconds}, as_json=as_json)
+
+
 @app.command("delete")
 def delete_checkpoints(
     paths: Annotated[
@@ -98,9 +145,10 @@ def delete_checkpoints(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete checkpoints."""
+    """Delete checkpoints, whose files can't be restored."""
     urls = {path: _url_of(path) for path in paths}
-    confirm(f"Delete {', '.join(urls)}?", skipped=yes)
+    what = paths[0] if len(paths) == 1 else f"these {len(paths)} checkpoints"
+    confirm(f"Delete {what}?", skipped=yes)
     for path, url in urls.items():
         request("DELETE", base_url, api_key, url)
         if not as_json:

@@ -58,15 +58,20 @@ _AMOUNTS = {
 
 _OF_MONTH = (
     *("base_model", "train_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"),
-    *("storage_gib_months", "cost"),
+    *("engine_seconds", "storage_gib_months", "cost"),
 )
-_OF_A_MONTH: tuple[By | None, ...] = (None, By.PROJECT, By.KEY)
-"""What the rows of a month can sum up."""
+_MONTH_GROUPS: dict[By, tuple[str, ...]] = {
+    By.PROJECT: ("owner", "project_id"),
+    By.KEY: ("owner", "key_id", "key_name"),
+    By.DAY: ("day", "owner"),
+}
+"""Columns of what the rows of a month can sum up."""
 _MONTH_COLUMNS = {
     "trained": "train_tokens",
     "prefill": "prefill_tokens",
     "cached": "cached_tokens",
     "sampled": "sampled_tokens",
+    "engine s": "engine_seconds",
     "GiB-months": "storage_gib_months",
     "cost": "cost",
     "base model": "base_model",
@@ -103,8 +108,8 @@ def show_usage(
         str | None,
         typer.Option(
             metavar="YYYY-MM",
-            help="Sum up this month (UTC) by owner, base model and project, or --by key, with its"
-            " cost.",
+            help="Sum up this month (UTC) by owner, base model and project, or --by key or --by"
+            " day, with its cost.",
             show_default=False,
         ),
     ] = None,
@@ -118,9 +123,10 @@ def show_usage(
         fail("--csv, --json: choose one of them")
     times = {"since": since, "until": until}
     if month is not None:
-        _refuse({"by": None if by in _OF_A_MONTH else by, **times, "limit": limit})
+        by = by or By.PROJECT
+        _refuse({"by": None if by in _MONTH_GROUPS else by, **times, "limit": limit})
         scope = "accessible" if everybody else "owned"
-        asked = {"month": month, "by": str(by or By.PROJECT), "access_scope": scope}
+        asked = {"month": month, "by": str(by), "access_scope": scope}
         asked |= {"owner": owner} if owner else {}
         _show_month(asked, base_url, api_key, as_json=as_json, as_csv=as_csv)
         return
@@ -144,8 +150,8 @@ def _refuse(selecting: Mapping[str, object]) -> None:
     """Exit if any option was given that a month would ignore."""
     if given := [f"--{name}" for name, value in selecting.items() if value is not None]:
         fail(
-            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, base model and"
-            " project, or --by key; leave out one or the other"
+            f"--month, {', '.join(given)}: a month is listed as a whole, by owner, base model, and"
+            " project, key or day; leave out one or the other"
         )
 
 
@@ -224,25 +230,29 @@ def _show_month(
     """
     answer = request("GET", base_url, api_key, f"usage/month?{urlencode(query)}")
     rows: list[dict[str, Any]] = answer["usage"]
+    by = By(query["by"])
+    groups = _MONTH_GROUPS[by]
     if as_json:
         typer.echo(_without_exponents(json.dumps(answer)))
     elif as_csv:
-        columns = ["owner", *_GROUPED[query["by"]], *_OF_MONTH]
+        columns = [*groups, *_OF_MONTH]
         writer = csv.writer(sys.stdout)
         writer.writerow([*columns, "currency"])
         for row in rows:
             writer.writerow([*(_plain(row[name]) for name in columns), answer["currency"]])
     else:
-        of = query["by"]
         texts = [
             {
-                "owner": row["owner"],
-                of: _key(row) if of == By.KEY else row["project_id"] or "-",
+                **row,
+                "project": row["project_id"] or "-",
+                "key": _key(row),
                 **{column: _text(row[name]) for column, name in _MONTH_COLUMNS.items()},
             }
             for row in rows
         ]
-        show(texts, ["owner", of, *_MONTH_COLUMNS], as_json=False)
+        first = {By.PROJECT: ["owner", "project"], By.KEY: ["owner", "key"]}
+        columns = [*first.get(by, groups), *_MONTH_COLUMNS]
+        show(texts, columns, as_json=False)
         typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
         if any(row["cost"] is None for row in rows):
             typer.echo("-: no price in the setting `prices` of the server")

@@ -320,13 +320,15 @@ async def compare_runs(
     curves = {
         run_id: await run_state_routes.show_curve(run_id, server, session.caller) for run_id in run
     }
+    metrics = await asyncio.to_thread(compared, list(curves.values()))
     return await show(
         "compare.html",
         session=session,
         runs=await _names(curves, server),
-        charts=await asyncio.to_thread(compared, list(curves.values())),
+        metrics=metrics,
+        charts=[metric.chart for metric in metrics if metric.chart is not None],
         most=_MAX_COMPARED,
-        twin=f"runs/{segment(run[0])}/curve" if run else "runs",
+        twins=[f"runs/{segment(each)}/curve" for each in curves] or ["runs"],
         command=" ".join(("tinkercloud runs compare", *run)) if run else "tinkercloud runs list",
     )
 

@@ -1,4 +1,4 @@
-"""The curve on the page of a run: a range of its steps, as charts and as a table."""
+"""Curves as charts and as tables: a range of the steps of one run, and several runs together."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,9 +73,44 @@ def shown_curve(curve: RunCurve, first: int | None, last: int | None) -> ShownCu
     )
 
 
-def compared(curves: Iterable[RunCurve]) -> list[Chart]:
-    """Return the charts of optimizer steps of runs, on common axes."""
-    return _charts_of({curve.run_id: by_steps_taken(curve.points) for curve in curves})
+@dataclass(frozen=True, slots=True)
+class ComparedMetric:
+    """A metric that some of several runs have."""
+
+    name: str
+    """What a client logged under the name of a metric of steps is `logged/NAME`."""
+    rows: Mapping[int, Sequence[CurveMetric | None]]
+    """The values of the runs, in their order, by step; None where a run has none."""
+    chart: Chart | None
+    """All runs on common axes; None without a finite value."""
+
+
+def compared(curves: Sequence[RunCurve]) -> list[ComparedMetric]:
+    """Return the metrics of runs: those of optimizer steps, then those that clients logged."""
+    of_steps = {curve.run_id: by_steps_taken(curve.points) for curve in curves}
+    logged = {curve.run_id: _logged(curve) for curve in curves}
+    placed: list[tuple[str, Mapping[str, Sequence[Place]]]] = [
+        *((name, of_steps) for name in METRICS),
+        *(
+            (name, {run: of_run.get(name, []) for run, of_run in logged.items()})
+            for name in sorted(set(chain(*logged.values())))
+        ),
+    ]
+    return [
+        ComparedMetric(name, rows, chart(name, of_runs))
+        for name, of_runs in placed
+        if (rows := _rows(name, of_runs))
+    ]
+
+
+def _rows(
+    metric: str, placed: Mapping[str, Sequence[Place]]
+) -> Mapping[int, Sequence[CurveMetric | None]]:
+    columns = [
+        {step: values for step, point in places if (values := point.metrics.get(metric))}
+        for places in placed.values()
+    ]
+    return {step: [values.get(step) for values in columns] for step in sorted(set(chain(*columns)))}
 
 
 def _charts_of(placed: Mapping[str, Sequence[Place]]) -> list[Chart]:
@@ -102,9 +137,10 @@ def _within(zoom: Zoom, places: Iterable[Place]) -> list[Place]:
 
 
 def _logged(curve: RunCurve) -> dict[str, list[Place]]:
-    """Return the values that the client of a run logged, by name."""
+    """Return the values that the client of a run logged, by a name that no metric of steps has."""
+    names = {name: f"logged/{name}" if name in METRICS else name for name in curve.logged}
     return {
-        name: [(value.step, _as_point(name, value)) for value in values]
+        names[name]: [(value.step, _as_point(names[name], value)) for value in values]
         for name, values in curve.logged.items()
     }
 

@@ -1,6 +1,7 @@
 """How pages show what others have written, and numbers, sizes and times."""
 
 from tinkercloud_api.config.readable import printable
+from tinkercloud_protocol.responses.run_states import CurveMetric
 
 
 def shown(value: object, most: int = 200) -> str:
@@ -22,3 +23,11 @@ def output(text: str) -> str:
 def number(value: float | None) -> str:
     """Return a number with five digits; a dash for None."""
     return "-" if value is None else f"{value:.5g}"
+
+
+def mean(values: CurveMetric | None) -> str:
+    """Return the mean of a metric, and how many steps have no finite value; empty for None."""
+    if values is None:
+        return ""
+    note = f" ({values.not_finite} not finite)" if values.not_finite else ""
+    return f"{number(values.mean)}{note}"

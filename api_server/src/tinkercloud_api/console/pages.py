@@ -57,6 +57,7 @@ def segment(text: str) -> str:
 _TEMPLATES.filters |= {
     "shown": page_texts.shown,
     "number": page_texts.number,
+    "mean": page_texts.mean,
     "moment": moment,
     "size": binary_size,
     "segment": segment,

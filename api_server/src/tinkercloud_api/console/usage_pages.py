@@ -23,7 +23,7 @@ router = page_router()
 async def show_usage(
     server: Server, session: Session, month: Annotated[str | None, Query(max_length=7)] = None
 ) -> Response:
-    """Show the usage of a month by project, by owner and by day, and the size of checkpoints.
+    """Show the usage of a month by project and by day, and the size of checkpoints.
 
     Args:
         server: the server.
@@ -31,21 +31,19 @@ async def show_usage(
         month: year and month (UTC), such as 2026-11; None for this one.
     """
     chosen = month or f"{now():%Y-%m}"
-    of_month = await usage_routes.show_month(
-        server, session.caller, chosen, access_scope="accessible"
-    )
-    found = await usage_routes.show_usage(
-        server, session.caller, "day", limit=_ROWS, offset=0, access_scope="accessible"
-    )
+    caller, scope = session.caller, "accessible"
+    of_month = await usage_routes.show_month(server, caller, chosen, None, scope)
+    of_days = await usage_routes.show_month(server, caller, chosen, None, scope, "day")
+    found = await usage_routes.show_usage(server, caller, limit=_ROWS, offset=0, access_scope=scope)
     first = date.fromisoformat(f"{chosen}-01")
     return await show(
         "usage.html",
         session=session,
         of_month=of_month,
+        of_days=of_days,
         rows=_ROWS,
         has_prices=bool(server.settings.prices.models),
         months=[f"{each:%Y-%m}" for each in (first - timedelta(1), first + timedelta(31))],
-        usage=found.usage,
         storage=found.storage,
         twin=f"usage/month?month={chosen}&access_scope=accessible",
         command=f"tinkercloud usage --month {chosen} --all",

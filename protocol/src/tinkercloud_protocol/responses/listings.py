@@ -4,7 +4,7 @@ Field names are the SDK's (`tinker.types`). The SDK requires the mandatory field
 unknown ones.
 """
 
-from datetime import datetime
+from datetime import date, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -343,7 +343,7 @@ class UsageList(Answer):
 
 
 class BilledUsage(Answer):
-    """What an owner has used of a base model in a month, in a project or none, or with a key."""
+    """What an owner has used of a base model in a month: by project, with a key, or on a day."""
 
     owner: str
     project_id: str | None
@@ -351,12 +351,16 @@ class BilledUsage(Answer):
     key_id: int | None = None
     """By key; null for storage, and for sessions whose key is not known."""
     key_name: str | None = None
+    day: date | None = None
+    """By day: the day (UTC)."""
     base_model: str
     train_tokens: int
     """Tokens of forward_backward and of forward-only requests."""
     prefill_tokens: int
     cached_tokens: int
     sampled_tokens: int
+    engine_seconds: float
+    """Seconds in which session heads computed; they have no price."""
     storage_gib_months: float
     """GiB of checkpoints, measured once a day; those kept for half of the month count half."""
     cost: float | None

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime
 
-from tinkercloud_api.console.curve_range import shown_curve
+from tinkercloud_api.console.curve_range import compared, shown_curve
 from tinkercloud_protocol.responses.run_states import (
     CurveMetric,
     LoggedPoint,
@@ -70,3 +70,40 @@ def test_a_run_without_points_has_no_steps_to_choose_from() -> None:
     shown = shown_curve(a_curve([]), None, None)
 
     assert (shown.charts, shown.points, shown.zoom.halves) == ([], [], {})
+
+
+def test_runs_are_compared_by_every_metric_that_one_of_them_has() -> None:
+    curves = [
+        a_curve([1, 2]).model_copy(update={"run_id": "b"}),
+        a_curve([1], {"reward": [0, 7], "loss": [3]}),
+        a_curve([]).model_copy(update={"run_id": "empty"}),
+    ]
+
+    metrics = {each.name: each for each in compared(curves)}
+
+    assert list(metrics) == ["loss", "logged/loss", "reward"]
+    steps = {
+        name: {step: [value is not None for value in values] for step, values in each.rows.items()}
+        for name, each in metrics.items()
+    }
+    assert steps == {
+        "loss": {1: [True, True, False], 3: [True, False, False]},
+        "logged/loss": {3: [False, True, False]},
+        "reward": {0: [False, True, False], 7: [False, True, False]},
+    }
+    drawn = metrics["reward"].chart
+    assert drawn is not None
+    assert [line.number for line in drawn.lines if line.means] == [1]
+
+
+def test_a_metric_without_a_finite_value_is_in_the_table_alone() -> None:
+    none = CurveMetric(mean=None, low=None, high=None, not_finite=1)
+    point = RunCurvePoint(step=1, steps=1, time=AT, metrics={"loss": none})
+
+    (metric,) = compared([RunCurve(run_id="a", points=[point], logged={})])
+
+    assert (metric.name, metric.chart, metric.rows) == ("loss", None, {1: [none]})
+
+
+def test_runs_without_a_metric_have_nothing_to_compare() -> None:
+    assert compared([a_curve([])]) == []

@@ -22,6 +22,8 @@ class StoredBytes:
     base_model: str
     byte_days: int
     """The sum of the bytes of each day."""
+    day: int | None = None
+    """Days from 1970-01-01 in UTC; None if it sums up several days."""
 
 
 class StoredDays(Statements):
@@ -73,15 +75,22 @@ class StoredDays(Statements):
                 await db.execute(self._ensure, found)
         self._measured = day
 
-    async def stored(self, owner: str | None, since: int, until: int) -> Sequence[StoredBytes]:
+    async def stored(
+        self, owner: str | None, since: int, until: int, *, by_day: bool = False
+    ) -> Sequence[StoredBytes]:
         """Return sums of the days from `since` to before `until`.
 
         Args:
             owner: the owner; None means all owners.
             since: the first day.
             until: the day after the last one.
+            by_day: whether to sum up by day, with all projects, rather than by project.
         """
-        group = (StoredDay.owner, StoredDay.project_id, StoredDay.base_model)
+        group = (
+            StoredDay.owner,
+            StoredDay.day if by_day else StoredDay.project_id,
+            StoredDay.base_model,
+        )
         query = select(*group, func.sum(StoredDay.size_bytes)).group_by(*group).order_by(*group)
         query = query.where(StoredDay.day >= since, StoredDay.day < until)
         if owner is not None:
@@ -89,6 +98,8 @@ class StoredDays(Statements):
         async with self._reading() as db:
             rows = (await db.execute(query)).all()
         return [
-            StoredBytes(who, project or None, base_model, int(size))
-            for who, project, base_model, size in rows
+            StoredBytes(who, None, base_model, int(size), day=third)
+            if by_day
+            else StoredBytes(who, third or None, base_model, int(size))
+            for who, third, base_model, size in rows
         ]

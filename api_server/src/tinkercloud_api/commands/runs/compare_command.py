@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, show
+from tinkercloud_api.commands.common.shared import ApiKey, BaseUrl, Json, request, say_line, show
 from tinkercloud_api.commands.run_commands import mean_text, path_of
 
 
@@ -14,30 +14,43 @@ def compare_runs(
     api_key: ApiKey,
     base_url: BaseUrl = None,
     metric: Annotated[
-        str, typer.Option(help="loss, grad_norm, learning_rate, tokens or kl.")
+        str,
+        typer.Option(
+            help="loss, grad_norm, learning_rate, kl, tokens, or the name of what clients logged,"
+            " such as reward."
+        ),
     ] = "loss",
     *,
     as_json: Json = False,
 ) -> None:
-    """Show a metric of several runs by the number of steps that each has taken."""
-    from tinkercloud_api.console.charts import by_steps_taken
+    """Show a metric of several runs by step: the number of steps that each has taken.
+
+    What clients logged has the steps with which they logged it.
+    """
+    from tinkercloud_api.console.curve_range import compared
     from tinkercloud_protocol.responses.run_states import RunCurve
 
-    curves = [request("GET", base_url, api_key, f"{path_of(run)}/curve") for run in runs]
+    # A run that is named twice is one column.
+    answers = {run: request("GET", base_url, api_key, f"{path_of(run)}/curve") for run in runs}
     if as_json:
-        typer.echo(json.dumps(curves))
+        typer.echo(json.dumps(list(answers.values())))
         return
-    texts = {
-        run: {
-            step: mean_text(point.metrics[metric].model_dump())
-            for step, point in by_steps_taken(RunCurve.model_validate(curve).points)
-            if metric in point.metrics
+    metrics = compared([RunCurve.model_validate(each) for each in answers.values()])
+    chosen = next((each for each in metrics if each.name == metric), None)
+    if chosen is None:
+        names = ", ".join(each.name for each in metrics)
+        say_line(
+            f"None of these runs has {metric}; choose --metric from: {names}."
+            if names
+            else f"None of these runs has reported {metric}, or anything else."
+        )
+        return
+    rows = [
+        {"step": step}
+        | {
+            run: mean_text(values.model_dump() if values is not None else None)
+            for run, values in zip(answers, of_runs, strict=True)
         }
-        for run, curve in zip(runs, curves, strict=True)
-    }
-    steps = sorted(set().union(*texts.values()))
-    if not steps:
-        typer.echo(f"None of these runs has reported {metric}.")
-        return
-    rows = [{"step": step, **{run: texts[run].get(step, "") for run in texts}} for step in steps]
-    show(rows, ["step", *texts], as_json=False)
+        for step, of_runs in chosen.rows.items()
+    ]
+    show(rows, ["step", *answers], as_json=False)

@@ -13,7 +13,7 @@ from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.usage.usage_ledger import Grouping, UsageQuery, UsageTotal
 from tinkercloud_api.context import Caller, Server
-from tinkercloud_api.runs.month_bill import COST_DECIMALS, bill
+from tinkercloud_api.runs.month_bill import COST_DECIMALS, MonthGrouping, bill
 from tinkercloud_protocol.heads.reports.usage_reports import hour_after, hour_of, start_of
 from tinkercloud_protocol.responses.listings import MonthUsage, OwnerStorage, OwnerUsage, UsageList
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
@@ -68,13 +68,14 @@ async def show_month(  # noqa: PLR0917 - query parameters
     server: Server,
     caller: Caller,
     month: str,
-    by: Literal["project", "key"] = "project",
+    by: MonthGrouping = "project",
     owner: str | None = None,
     access_scope: Literal["owned", "accessible"] = "owned",
 ) -> MonthUsage:
     """Sum up what was used in a month (UTC), such as 2026-11, and what it costs.
 
-    Storage has no key, and is in rows of its own by key.
+    Rows are by owner, base model, and project, key or day; days are the latest first. Storage has
+    no key, and is in rows of its own by key.
     """
     if _MONTH.fullmatch(month) is None:
         raise InvalidRequest(f"month: got {month[:20]!r}; expected year and month, as in 2026-11")
@@ -85,7 +86,7 @@ async def show_month(  # noqa: PLR0917 - query parameters
     since, until = hour_of(start), hour_of(start + timedelta(days=days))
     query = UsageQuery(by, whose, since=since, until=until)
     used = await server.usage.totals(query, Page(0, _MAX_BILLED))
-    stored = await server.billing.stored(whose, since // 24, until // 24)
+    stored = await server.billing.stored(whose, since // 24, until // 24, by_day=by == "day")
     rows = bill(used, stored, days, server.settings.prices, by)
     return MonthUsage(
         month=month,
