@@ -115,8 +115,7 @@ class GpuUse(Answer):
     gpus: int
     """Number of GPUs that they request."""
     idle_gpus: int
-    """Number of idle GPUs: their pods are ready, and no request has started on them for five
-    minutes."""
+    """Number of idle GPUs: their pods are ready, and no request has used them for five minutes."""
     idle_gpu_hours: float
     """Hours that GPUs have been idle since the BaseModel was created, summed over GPUs."""
     idle_gpu_hours_by_month: dict[str, float]
