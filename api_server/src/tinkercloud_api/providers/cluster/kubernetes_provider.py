@@ -332,9 +332,8 @@ class KubernetesProvider(SessionProvider):
 
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """See `SessionProvider.placed_on`."""
-        name = self._pool_heads().get(endpoint)
-        found = [each for each in self._sessions.objects() if each.spec.pool_cluster == name]
-        return frozenset(each.spec.model_id for each in found if each.spec.model_id)
+        name = self.cluster_of(endpoint)
+        return frozenset(run for run, cluster in self.clusters().items() if cluster == name)
 
     def clusters(self) -> Mapping[str, str]:
         """See `SessionProvider.clusters`."""
