@@ -160,7 +160,24 @@ def test_each_owner_sees_the_pool_and_where_only_the_own_runs_are(
         shown_use = cells(window, "Base models", MODEL)[-5:]
         hours = f"40.5 in all\n{MONTHS[0]}: 12.25\n{MONTHS[1]}: 3"
         assert shown_use == ["1 of 1", "2 of 2", "1", "0 of 4", hours]
-        assert cells(window, "Runs with a place", owner.run)[1:4] == [owner.name, MODEL, "live"]
+        assert cells(window, "Runs with a place", owner.run)[1:5] == [
+            *(owner.name, MODEL, "live", "pool-a")
+        ]
+        cluster = cells(window, "Clusters", "pool-a")
+        assert cluster[1:5] == [MODEL, "Ready", "2 of 2", "0"]
+        assert cluster[5].endswith("iB")
+        assert cluster[-1].split() == [owner.run, owner.name]
+
+
+def test_the_commands_show_each_cluster_and_the_own_runs_on_it(server: Server, pool: Pool) -> None:
+    caller = ("--base-url", server.url, "--api-key", pool.ann.key)
+
+    listed = server.command("pools", "list", *caller)
+    shown = server.command("pools", "show", "pool-a", *caller)
+
+    assert {"pool-a", "Ready", "2", "ann:", "1"} <= set(listed.split())
+    assert "bob" not in listed + shown
+    assert pool.ann.run in shown
 
 
 def test_the_command_shows_idle_gpu_hours_in_all_of_this_month_and_of_the_last(

@@ -278,6 +278,10 @@ class PoolStatus(Part):
     """Number of sessions that have a place in a cluster."""
     slots: Annotated[int, Field(ge=0)] = 0
     """Number of sessions that all clusters together can serve."""
+    slots_by_cluster: Annotated[
+        dict[str, Annotated[int, Field(ge=0)]], Field(default_factory=dict, max_length=200)
+    ]
+    """Number of sessions that each cluster can serve, by name of its TrainingSession."""
     waiting: Annotated[int, Field(ge=0)] = 0
     """Number of sessions that wait for a place."""
     gpus: Annotated[int, Field(ge=0)] = 0

@@ -16,7 +16,7 @@ Hours = Annotated[float, Field(ge=0)]
 
 
 class IdleGpus(Part):
-    """GPUs that no request has started to use for five minutes, although their pods are ready."""
+    """GPUs that no request has used for five minutes, although their pods are ready."""
 
     gpus: Annotated[int, Field(ge=0)] = 0
     """Number of GPUs that are idle: those of sessions, clusters of the pool and warm spares whose

@@ -261,7 +261,7 @@ class TrainingSessionStatus(Part):
     """When a client last used the session (RFC 3339)."""
     idle_since: Annotated[str, Field(max_length=40)] | None = None
     """Since when the session's GPUs count as idle (RFC 3339): five minutes after its last request
-    or long poll started. Only set while its pods are ready, and no program of it runs."""
+    or long poll. Only set while its pods are ready, and no program of it runs."""
     latest_checkpoint: Annotated[str, Field(max_length=512)] | None = None
     """`tinker://` path of the newest checkpoint that the operator requested."""
     restarts: Annotated[int, Field(ge=0)] = 0

@@ -1,7 +1,6 @@
 """Every status of a TrainingSession is interpreted for clients; stale conditions are ignored."""
 
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
-    gpu_use,
     idle_since,
     read_base_model,
     read_session,
@@ -19,7 +17,6 @@ from tinkercloud_api.providers.cluster.session_status import (
 )
 from tinkercloud_crds.conditions import NEVER_FITS, ConditionType, Reason
 from tinkercloud_crds.times import parse_time
-from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost
 from tinkercloud_protocol.wire.future_responses import QueueState
 
@@ -183,53 +180,6 @@ def test_a_base_model_is_offered_unless_it_is_known_not_to_be_ready() -> None:
 
     assert read_base_model(BASE_MODEL).is_offered
     assert not read_base_model({**BASE_MODEL, "status": {"conditions": [broken]}}).is_offered
-
-
-def test_what_uses_a_pool_is_what_the_operator_has_written() -> None:
-    pool: dict[str, Any] = {"clusters": 2, "ready": 1, "models": 5, "slots": 16, "waiting": 3}
-    pool |= {"gpus": 8, "fromTheFuture": 1}
-
-    assert read_base_model(BASE_MODEL).pool is None
-    assert read_base_model({**BASE_MODEL, "status": {"pool": pool}}).pool == PoolUse(
-        clusters=2,
-        ready=1,
-        models=5,
-        slots=16,
-        waiting=3,
-    )
-
-
-def test_idle_gpu_hours_are_those_until_now_with_this_month_and_the_last_one_first() -> None:
-    since = {"gpus": 4, "since": "2026-10-31T22:00:00Z"}
-    counted = {"gpuHours": 11.5, "gpuHoursByMonth": {"2026-07": 1.5, "2026-10": 10}}
-    status = {"gpus": 8, "idle": since | counted, "fromTheFuture": 1}
-    read = read_base_model({**BASE_MODEL, "status": status})
-
-    now = gpu_use(read, datetime(2026, 11, 1, 1, 0, tzinfo=UTC))
-    later = gpu_use(read, datetime(2026, 12, 1, 0, 0, tzinfo=UTC))
-    never = gpu_use(read_base_model(BASE_MODEL), datetime(2027, 1, 31, tzinfo=UTC))
-
-    assert now == GpuUse(
-        gpus=8,
-        idle_gpus=4,
-        idle_gpu_hours=11.5 + 8 + 4,
-        idle_gpu_hours_by_month={"2026-11": 4, "2026-10": 18, "2026-07": 1.5},
-    )
-    assert list(now.idle_gpu_hours_by_month) == ["2026-11", "2026-10", "2026-07"]
-    assert list(later.idle_gpu_hours_by_month) == ["2026-12", "2026-11", "2026-10", "2026-07"]
-    assert later.idle_gpu_hours_by_month["2026-11"] == 4 * 30 * 24
-    assert (never.gpus, never.idle_gpu_hours) == (0, 0)
-    assert never.idle_gpu_hours_by_month == {"2027-01": 0, "2026-12": 0}
-
-
-def test_at_most_thirteen_months_of_idle_hours_are_listed() -> None:
-    months = {f"2026-{month:02}": float(month) for month in range(1, 13)} | {"2025-12": 0.5}
-    read = read_base_model({**BASE_MODEL, "status": {"idle": {"gpuHoursByMonth": months}}})
-
-    listed = gpu_use(read, datetime(2027, 6, 1, tzinfo=UTC)).idle_gpu_hours_by_month
-
-    assert list(listed)[:3] == ["2027-06", "2027-05", "2026-12"]
-    assert (len(listed), min(listed)) == (13, "2026-02")
 
 
 def a_run_in_a_pool(*conditions: dict[str, Any], **status: Any) -> TrainingSessionView:

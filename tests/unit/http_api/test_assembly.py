@@ -54,6 +54,7 @@ from tinkercloud_testing.serving.served_heads import served
 Noted = tuple[type | ModuleType, str]
 """A method of a class, or a function of a module."""
 HOUSEKEEPING: list[Noted] = [
+    (HeadLocator, "note_running"),
     (Activity, "write"),
     (Catalog, "count_live_sessions"),
     (TrainingRuns, "expire_sessions"),

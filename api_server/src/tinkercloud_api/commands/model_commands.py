@@ -1,6 +1,9 @@
-"""`tinkercloud models`: list the base models of a server, and add and remove them while it runs."""
+"""`tinkercloud models` and `pools`: base models of a server, to list, add and remove; clusters."""
 
+import json
 import time
+from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -22,13 +25,21 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.config.model_places import PlaceError, absolute
+from tinkercloud_api.config.readable import binary_size
 
 app = typer.Typer(
     help="List, add and remove the base models of a running server.", no_args_is_help=True
 )
+pools_app = typer.Typer(
+    help="List the clusters that runs share (Kubernetes).", no_args_is_help=True
+)
 
 _COLUMNS = ["model_name", "max_context_length", "runs", "source", "state"]
 _COLUMNS_WITH_GPUS = [*_COLUMNS[:3], "gpus_idle", "gpu_hours_idle", *_COLUMNS[3:]]
+_CLUSTER_COLUMNS = [
+    *("cluster", "model", "state", "slots", "memory", "free", "gpus", "idle since"),
+    *("gpu hours idle", "owners"),
+]
 _UNFINISHED = ("downloading", "loading")
 """How the states of a model begin that will be served."""
 _POLL_SECONDS = 0.5
@@ -161,4 +172,91 @@ def _named(name: str, api_key: str, base_url: str | None) -> dict[str, Any] | No
 
 def _listed(api_key: str, base_url: str | None) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = request("GET", base_url, api_key, "base_models")["base_models"]
+    return found
+
+
+@pools_app.command("list")
+def list_pools(
+    api_key: ApiKey, base_url: BaseUrl = None, *, as_json: Json = False, again: Watch = False
+) -> None:
+    """List the clusters of pools: slots, memory, GPUs, since when they are idle, and who is there.
+
+    Owners are those of the last 100 runs that you may see, with the number of their runs.
+    """
+
+    def draw() -> None:
+        clusters = clusters_of(_listed(api_key, base_url), _runs(api_key, base_url))
+        if not clusters and not as_json:
+            typer.echo("No pool has a cluster now.")
+            return
+        rows = clusters if as_json else list(map(cluster_row, clusters))
+        show(rows, _CLUSTER_COLUMNS, as_json=as_json)
+
+    watch(draw, again=again)
+
+
+@pools_app.command("show")
+def show_cluster(
+    cluster: Annotated[str, typer.Argument(metavar="CLUSTER", help="Name of a pool cluster.")],
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
+) -> None:
+    """Show a cluster of a pool, and those of the last 100 runs that you may see that are on it."""
+    found = clusters_of(_listed(api_key, base_url), _runs(api_key, base_url))
+    known = next((each for each in found if each["name"] == cluster), None)
+    if known is None:
+        names = ", ".join(each["name"] for each in found) or "none"
+        fail(f"CLUSTER: got {cluster!r}; the clusters of pools are: {names}")
+    if as_json:
+        typer.echo(json.dumps(known))
+        return
+    show([cluster_row(known)], _CLUSTER_COLUMNS, as_json=False)
+    show(known["runs"], ["run_id", "owner", "state", "queue_state"], as_json=False)
+
+
+def clusters_of(
+    models: Iterable[dict[str, Any]], runs: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the clusters of base models' pools, each with its model and those of the runs on it.
+
+    Args:
+        models: those of GET base_models.
+        runs: those of GET runs.
+    """
+    there = list(runs)
+    return [
+        {
+            "model_name": model["model_name"],
+            **cluster,
+            "runs": [run for run in there if run["cluster"] == cluster["name"]],
+        }
+        for model in models
+        if model["pool"] is not None
+        for cluster in model["pool"]["by_cluster"]
+    ]
+
+
+def cluster_row(cluster: dict[str, Any]) -> dict[str, object]:
+    """Return a cluster (`clusters_of`) as the columns of a table show it."""
+    owners = Counter(run["owner"] for run in cluster["runs"])
+    memory, free = cluster["memory_bytes"], cluster["free_bytes"]
+    return {
+        "cluster": cluster["name"],
+        "model": cluster["model_name"],
+        "state": cluster["state"],
+        "slots": f"{cluster['models']} of {cluster['slots']}",
+        "memory": "" if memory is None else binary_size(memory),
+        "free": "" if free is None else binary_size(free),
+        "gpus": cluster["gpus"],
+        "idle since": cluster["idle_since"] or "",
+        "gpu hours idle": f"{cluster['idle_gpu_hours']:.5g}",
+        "owners": ", ".join(f"{owner}: {number}" for owner, number in sorted(owners.items())),
+    }
+
+
+def _runs(api_key: str, base_url: str | None) -> list[dict[str, Any]]:
+    path = "runs?access_scope=accessible&limit=100"
+    found: list[dict[str, Any]] = request("GET", base_url, api_key, path)["runs"]
     return found

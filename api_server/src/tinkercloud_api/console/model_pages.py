@@ -29,6 +29,9 @@ async def show_models(server: Server, session: Session) -> Response:
         session=session,
         models=models.base_models,
         has_pools=any(model.pool is not None for model in models.base_models),
+        clusters=[
+            (each, of) for each in models.base_models if each.pool for of in each.pool.by_cluster
+        ],
         has_gpus=any(model.gpus is not None for model in models.base_models),
         looked_at=_RUNS,
         runs=[run for run in found.runs if run.state in _PLACED],

@@ -15,7 +15,7 @@ servers resume the same run, neither can undo what was trained through the other
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Iterable, Set
 
 import aiohttp
 import structlog
@@ -269,6 +269,13 @@ class HeadLocator:
         """Return the head of a run or sampling session, as for a request that was accepted."""
         sampler = await self.known.sampler(target)
         return await (self.head_of_run if sampler is None else self.head_of_sampler)(target)
+
+    async def note_running(self, targets: Iterable[str]) -> None:
+        """Record that runs and sampling sessions are in use, as requests of theirs still run."""
+        for target in targets:
+            known = self.known.runs.get(self._run_of(target)) or self.known.samplers.get(target)
+            if known is not None:
+                self._provider.find(known.placement)
 
     def note_refusal(self, target: str, endpoint: HeadEndpoint) -> None:
         """Record that a head refuses to serve a run or sampling session, as one that was moved."""

@@ -1,7 +1,8 @@
 """Forwards requests to heads and streams their responses back, as bytes, without parsing them."""
 
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from urllib.parse import quote
 
 import aiohttp
@@ -38,6 +39,8 @@ class Proxy:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
+        self.running = Counter[str]()
+        """Number of requests of models and sampling sessions that heads respond to now."""
 
     async def forward(
         self,
@@ -86,7 +89,7 @@ class Proxy:
         fields.update({name: headers[name] for name in FORWARDED_HEADERS if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
-        with api_metrics.PROXY_REQUESTS.track_inprogress():
+        with api_metrics.PROXY_REQUESTS.track_inprogress(), self._counted(target):
             async with self._post(endpoint.url + path, fields, body, timeout_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     api_metrics.PROXY_ERRORS.labels("replaced").inc()
@@ -98,6 +101,16 @@ class Proxy:
                     await respond(send, substitute[1], status=substitute[0])
                 else:
                     await _relay(send, response)
+
+    @contextmanager
+    def _counted(self, target: str) -> Iterator[None]:
+        self.running[target] += 1
+        try:
+            yield
+        finally:
+            self.running[target] -= 1
+            if not self.running[target]:
+                del self.running[target]
 
     @asynccontextmanager
     async def _post(

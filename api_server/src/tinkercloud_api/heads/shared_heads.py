@@ -78,15 +78,29 @@ class SharedHeads:
 
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that respond, by id."""
-        calls = [self._models_of(endpoint) for endpoint in self._provider.shared_heads()]
-        held: dict[str, HeldModel] = {}
-        for answer in await asyncio.gather(*calls, return_exceptions=True):
+        answers = (await self._held()).values()
+        return {model.model_id: model for answer in answers for model in answer.models}
+
+    async def by_cluster(self) -> dict[str, HeldModels]:
+        """Return what the heads of pool clusters hold that respond, by name of the cluster."""
+        named = {
+            self._provider.cluster_of(each): held for each, held in (await self._held()).items()
+        }
+        return {name: held for name, held in named.items() if name is not None}
+
+    async def _held(self) -> dict[HeadEndpoint, HeldModels]:
+        """Return what the heads that respond hold."""
+        heads = self._provider.shared_heads()
+        calls = [self._models_of(endpoint) for endpoint in heads]
+        held: dict[HeadEndpoint, HeldModels] = {}
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for head, answer in zip(heads, answers, strict=True):
             if isinstance(answer, Unavailable):
                 log.warning("cannot list the models of a session head", error=answer.message)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
-                held.update({model.model_id: model for model in answer})
+                held[head] = answer
         return held
 
     async def forget_results(self, which: ForgetResults) -> int:
@@ -163,7 +177,9 @@ class SharedHeads:
                 log.warning("cannot suspend models of inactive clients", error=error.message)
 
     async def _suspend_inactive_in(self, endpoint: HeadEndpoint, since: datetime) -> None:
-        in_memory = [m.model_id for m in await self._models_of(endpoint) if not m.is_suspended]
+        in_memory = [
+            m.model_id for m in (await self._models_of(endpoint)).models if not m.is_suspended
+        ]
         for run_id in await self._catalog.inactive_runs(in_memory, since) if in_memory else []:
             path = f"{routes.HEAD_SUSPEND_MODEL}/{run_id}"
             response = await self._call("POST", endpoint, path, _SUSPEND_SECONDS)
@@ -182,7 +198,7 @@ class SharedHeads:
             if placed is None:
                 continue
             try:
-                held = {model.model_id for model in await self._models_of(endpoint)}
+                held = {model.model_id for model in (await self._models_of(endpoint)).models}
                 for name in sorted(held - placed):
                     key = (endpoint.generation, name)
                     seen[key] = self._unclaimed.get(key, moment)
@@ -209,9 +225,9 @@ class SharedHeads:
         await self._call("DELETE", endpoint, f"{routes.HEAD_MODELS}/{name}", _LIST_SECONDS)
         log.warning("dropped a model that no run claims", run_id=name, had_run=was_last_here)
 
-    async def _models_of(self, endpoint: HeadEndpoint) -> Sequence[HeldModel]:
+    async def _models_of(self, endpoint: HeadEndpoint) -> HeldModels:
         response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
-        return HeldModels.model_validate_json(response).models
+        return HeldModels.model_validate_json(response)
 
     async def _call(
         self,

@@ -207,6 +207,14 @@ class SessionProvider(Protocol):
         """Return the runs that have a place on a shared head; None if runs have no places."""
         return None
 
+    def clusters(self) -> Mapping[str, str]:
+        """Return the cluster of each run that has a place on one, by run; none on one machine."""
+        return {}
+
+    def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
+        """Return the name of the cluster with a shared head; None on one machine."""
+        return None
+
     def runs(self) -> list[str]:
         """Return the runs that have a place, on a head of their own or on a shared one."""
         return []

@@ -143,6 +143,10 @@ async def _forget_curves(server: Server) -> None:
 
 
 HOUSEKEEPING: tuple[Step[Server], ...] = (
+    Step(
+        "count requests that run as use",
+        lambda s: s.context.locator.note_running([*s.context.proxy.running]),
+    ),
     Step("record when sessions and keys were used", lambda s: s.context.activity.write()),
     Step("count sessions", _count_sessions),
     Step("expire sessions", _expire_sessions),

@@ -532,6 +532,8 @@ class HeldModels(_Answer):
     """Response to GET /models."""
 
     models: list[HeldModel]
+    free_bytes: int | None = None
+    """Free memory of the trainer's device for more models (`HeadCapacity`); None if unknown."""
 
 
 def protocol_refusal(status: HeadStatus, ours: Versions = HEAD_PROTOCOL) -> str | None:

@@ -67,6 +67,31 @@ class SupportedModel(Answer):
     where each run has a session head of its own."""
 
 
+class PoolClusterUse(Answer):
+    """A cluster of a pool, and what uses it (Kubernetes)."""
+
+    name: str
+    """Its TrainingSession."""
+    state: str
+    """Reason of its Ready condition: `Ready` if it serves requests. `Pending` before it has one."""
+    slots: int
+    """Number of runs that it can serve: those of the pool, or fewer if its memory has fewer."""
+    models: int
+    """Number of runs that have a slot on it."""
+    gpus: int
+    """Number of GPUs that its pods request."""
+    idle_since: datetime | None = None
+    """Since when its GPUs are idle; None if they are not."""
+    idle_gpu_hours: float = 0.0
+    """Hours of its GPUs since then, summed over GPUs."""
+    memory_bytes: int | None = None
+    """Memory of its models with their samplers and results; None if its head has not said it to
+    this server."""
+    free_bytes: int | None = None
+    """Memory of the trainer's device that is free for more models, with several ranks of the one
+    with the least room; None if it is not known or not limited."""
+
+
 class PoolUse(Answer):
     """The clusters that the runs of a base model share, and what uses them (Kubernetes)."""
 
@@ -80,6 +105,8 @@ class PoolUse(Answer):
     """Number of runs that have a slot."""
     waiting: int
     """Number of runs that wait for a slot."""
+    by_cluster: list[PoolClusterUse] = []
+    """Each of the clusters, by name."""
 
 
 class GpuUse(Answer):
@@ -88,8 +115,7 @@ class GpuUse(Answer):
     gpus: int
     """Number of GPUs that they request."""
     idle_gpus: int
-    """Number of idle GPUs: their pods are ready, and no request has started on them for five
-    minutes."""
+    """Number of idle GPUs: their pods are ready, and no request has used them for five minutes."""
     idle_gpu_hours: float
     """Hours that GPUs have been idle since the BaseModel was created, summed over GPUs."""
     idle_gpu_hours_by_month: dict[str, float]

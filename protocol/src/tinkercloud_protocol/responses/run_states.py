@@ -68,6 +68,8 @@ class RunInfo(Answer):
     paused_capacity."""
     queue_reason: str | None = None
     """Why it waits."""
+    cluster: str | None = None
+    """The pool cluster on which it has a slot (Kubernetes); None if it has none."""
     memory_bytes: int | None = None
     """None if it is not known."""
     created_at: datetime

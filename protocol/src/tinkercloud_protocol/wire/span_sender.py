@@ -69,7 +69,7 @@ class SpanSender:
         *,
         attributes: Attributes,
         error: BaseException | None = None,
-    ) -> None:
+    ) -> str | None:
         """Send a span of something that is over.
 
         Args:
@@ -80,6 +80,9 @@ class SpanSender:
             attributes: what else is known.
             error: why it failed, if it did. Its message may quote the client's data and is not
                 sent.
+
+        Returns:
+            The `traceparent` for what was a part of it; None if OpenTelemetry's SDK is disabled.
         """
         context, started = _context_of(parent), int(start * _NANOSECONDS)
         span = self._tracer.start_span(name, context, attributes=attributes, start_time=started)
@@ -87,6 +90,7 @@ class SpanSender:
             span.set_attribute("error.type", type(error).__name__)
             span.set_status(StatusCode.ERROR)
         span.end(int(end * _NANOSECONDS))
+        return traceparent_of(span)
 
     def close(self) -> None:
         """Send the spans that wait, as far as the collector takes them within 3 seconds. Blocks."""

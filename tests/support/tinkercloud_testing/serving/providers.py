@@ -70,6 +70,12 @@ class OneHead:
     def gpus_of(self, _model: ServedModel) -> GpuUse | None:
         return None
 
+    def clusters(self) -> Mapping[str, str]:
+        return {}
+
+    def cluster_of(self, _endpoint: HeadEndpoint) -> str | None:
+        return None
+
     def shared_heads(self) -> list[HeadEndpoint]:
         return [self.endpoint] if self.endpoint is not None else []
 

@@ -504,6 +504,7 @@ def test_the_status_counts_clusters_models_and_slots() -> None:
     assert status is not None
     assert (status.cluster_summary, status.slot_summary) == ("1/2", "2/4")
     assert (status.models, status.waiting, status.gpus) == (2, 1, 4)
+    assert status.slots_by_cluster == {NAMES[0]: 2, NAMES[1]: 2}
     assert pool_status(facts(pool=None)) is None
 
 

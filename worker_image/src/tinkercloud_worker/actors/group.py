@@ -35,6 +35,7 @@ from tinkercloud_worker.actors import rank_failures
 from tinkercloud_worker.actors.rank import SALVAGE, Rank, RankAnswer, RankLocation, Worker
 from tinkercloud_worker.actors.tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
+from tinkercloud_worker.engine.turns import rank_times
 
 log = structlog.get_logger(__name__)
 _STARTS = 3
@@ -404,6 +405,7 @@ class RankGroup:
             raise RanksLost(self._loss)
 
     def _agreed(self, method: str, answers: Sequence[RankAnswer]) -> list[Any]:
+        rank_times.note(method, [answer.times for answer in answers])
         refused = [answer.refusal for answer in answers if answer.refusal is not None]
         if refused and len(refused) < len(answers):
             reason = f"some ranks rejected {method} ({refused[0].message}) and others did not"

@@ -1,8 +1,9 @@
 """The actor that runs in the process of one rank."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ class RankAnswer:
 
     value: Any
     refusal: WireError | None = None
+    times: tuple[float, float] = (0.0, 0.0)
+    """When it started and finished, in seconds from 1970-01-01 in UTC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,31 +100,35 @@ class Rank:
 
     def call(self, method: str, args: tuple[object, ...]) -> RankAnswer:
         """Call a method of the object."""
+        started = time.time()
         try:
-            return RankAnswer(getattr(self._worker, method)(*args))
+            value = getattr(self._worker, method)(*args)
         except WireError as error:
-            return RankAnswer(None, error)
+            return RankAnswer(None, error, (started, time.time()))
+        return RankAnswer(value, None, (started, time.time()))
 
     def call_without_result(self, method: str, args: tuple[object, ...]) -> RankAnswer:
         """Call a method of the object and discard its result."""
-        return RankAnswer(None, self.call(method, args).refusal)
+        return replace(self.call(method, args), value=None)
 
     def call_in_parts(self, method: str, args: tuple[object, ...]) -> Iterator[Any]:
         """Call a method of the object that yields; yield the same, and a RankAnswer at the end.
 
         Ray copies what is yielded into the object store of this node before the method continues.
         """
+        started = time.time()
         try:
             value = yield from getattr(self._worker, method)(*args)
         except WireError as error:
-            yield RankAnswer(None, error)
+            yield RankAnswer(None, error, (started, time.time()))
         else:
-            yield RankAnswer(value)
+            yield RankAnswer(value, None, (started, time.time()))
 
     def location(self) -> RankAnswer:
         """Return the location of this rank."""
-        node = ray.get_runtime_context().get_node_id()
-        return RankAnswer(RankLocation(node, accelerator.visible_devices_env()))
+        node, moment = ray.get_runtime_context().get_node_id(), time.time()
+        location = RankLocation(node, accelerator.visible_devices_env())
+        return RankAnswer(location, None, (moment, moment))
 
     def salvage(self) -> Any:  # noqa: ANN401 - depends on the object
         """Return the object's state that outlives the group, even while a command hangs."""

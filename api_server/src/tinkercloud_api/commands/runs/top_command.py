@@ -1,4 +1,4 @@
-"""`tinkercloud top`: the models, problems and runs of a server, on a screen that is refreshed."""
+"""`tinkercloud top`: models, clusters, problems and runs of a server, refreshed on one screen."""
 
 import asyncio
 import json
@@ -23,6 +23,7 @@ from tinkercloud_api.commands.common.shared import (
     server_url,
     show,
 )
+from tinkercloud_api.commands.model_commands import cluster_row, clusters_of
 from tinkercloud_api.commands.run_commands import age_of, mean_text
 from tinkercloud_api.config.readable import moment, printable
 
@@ -31,14 +32,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MODEL_COLUMNS = ["model", "runs", "state"]
+_CLUSTER_COLUMNS = ["cluster", "state", "slots", "memory", "free", "gpus", "gpu hours idle"]
+_PROBLEM_COLUMNS = ["problem", "reason", "remedy"]
 _RUN_COLUMNS = [
     *("run", "name", "owner", "model", "state", "step", "tokens/min", "loss", "last seen"),
     "waits for",
 ]
-_SHORTENED = {"name", "owner", "model", "waits for"}
+_SHORTENED = {"name", "owner", "model", "waits for", "problem", "reason", "remedy"}
 """Columns whose texts a narrow terminal shortens; ids are meant to be copied."""
 _LEFT_OUT = {150: {"name", "model", "tokens/min", "last seen"}, 100: {"owner", "waits for"}}
 """Columns of runs that a terminal of less than some characters has no room for."""
+_MOST_OF_SCREEN = 4
+"""The part of the lines of a terminal, one in four, that clusters or problems take at most."""
 _PATIENCE_SECONDS = 10.0
 """Time after which a server that does not respond counts as away."""
 
@@ -83,10 +88,10 @@ def show_top(
     *,
     as_json: Json = False,
 ) -> None:
-    """Show models, problems and runs on one screen, refreshed every two seconds, until Ctrl-C.
+    """Show models, clusters, problems and runs on one screen, until Ctrl-C.
 
-    The runs are those that you may see, the last used first. Without a terminal, they are printed
-    once.
+    It is refreshed every two seconds. The runs are those that you may see, the last used first.
+    Without a terminal, all is printed once.
     """
     url = server_url(base_url)
 
@@ -109,6 +114,10 @@ def show_top(
 def _print(seen: Seen) -> None:
     typer.echo(seen.counts)
     show(_model_rows(seen), _MODEL_COLUMNS, as_json=False)
+    if clusters := _cluster_rows(seen):
+        show(clusters, _CLUSTER_COLUMNS, as_json=False)
+    if problems := _problem_rows(seen):
+        show(problems, _PROBLEM_COLUMNS, as_json=False)
     show(_run_rows(seen), _RUN_COLUMNS, as_json=False)
 
 
@@ -127,7 +136,7 @@ def _follow(read: Callable[[], Seen]) -> None:
         while True:
             first = ""
             try:
-                tables = _tables(read(), live.console.width)
+                tables = _tables(read(), *live.console.size)
             except NoAnswerError as error:
                 first = f"trying again: {printable(str(error))}"
             clock = moment(datetime.now(UTC))
@@ -135,11 +144,20 @@ def _follow(read: Callable[[], Seen]) -> None:
             time.sleep(WATCH_SECONDS)
 
 
-def _tables(seen: Seen, width: int) -> "list[RenderableType]":
-    models = _table(_model_rows(seen), _MODEL_COLUMNS)
+def _tables(seen: Seen, width: int, height: int) -> "list[RenderableType]":
     omitted = {name for least, names in _LEFT_OUT.items() if width < least for name in names}
     columns = [column for column in _RUN_COLUMNS if column not in omitted]
-    return [seen.counts, models, _table(_run_rows(seen), columns)]
+    most = max(1, height // _MOST_OF_SCREEN)
+    shown: list[RenderableType] = [seen.counts, _table(_model_rows(seen), _MODEL_COLUMNS)]
+    for rows, of in (
+        (_cluster_rows(seen), _CLUSTER_COLUMNS),
+        (_problem_rows(seen), _PROBLEM_COLUMNS),
+    ):
+        if rows:
+            shown.append(_table(rows[:most], of))
+        if len(rows) > most:
+            shown.append(f"  and {len(rows) - most} more")
+    return [*shown, _table(_run_rows(seen), columns)]
 
 
 def _table(rows: Sequence[dict[str, object]], columns: Sequence[str]) -> "Table":
@@ -163,6 +181,21 @@ def _model_rows(seen: Seen) -> list[dict[str, object]]:
     return [
         {"model": each["model_name"], "runs": each["runs"], "state": each["state"] or "unknown"}
         for each in seen.base_models
+    ]
+
+
+def _cluster_rows(seen: Seen) -> list[dict[str, object]]:
+    return list(map(cluster_row, clusters_of(seen.base_models, seen.runs)))
+
+
+def _problem_rows(seen: Seen) -> list[dict[str, object]]:
+    return [
+        {
+            "problem": f"{each['kind']} {each['subject']}",
+            "reason": each["reason"],
+            "remedy": each["remedy"],
+        }
+        for each in seen.problems
     ]
 
 

@@ -36,6 +36,7 @@ from tinkercloud_api.providers.cluster.cluster_errors import wire_error
 from tinkercloud_api.providers.cluster.failing_conditions import failing_conditions
 from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints, HeadUnresponsive
 from tinkercloud_api.providers.cluster.placed_sessions import PlacedSessions, belongs, name_of
+from tinkercloud_api.providers.cluster.pool_use import gpu_use, pool_use
 from tinkercloud_api.providers.cluster.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import (
@@ -43,7 +44,6 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
-    gpu_use,
     read_base_model,
     read_session,
     readable,
@@ -179,7 +179,9 @@ class KubernetesProvider(SessionProvider):
     def pool_of(self, model: ServedModel) -> PoolUse | None:
         """See `SessionProvider.pool_of`."""
         found = self.base_model(model.name)
-        return found.pool if found is not None else None
+        if found is None:
+            return None
+        return pool_use(found, self._sessions.objects(), datetime.now(UTC))
 
     def gpus_of(self, model: ServedModel) -> GpuUse | None:
         """See `SessionProvider.gpus_of`."""
@@ -354,9 +356,17 @@ class KubernetesProvider(SessionProvider):
 
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """See `SessionProvider.placed_on`."""
-        name = self._pool_heads().get(endpoint)
-        found = [each for each in self._sessions.objects() if each.spec.pool_cluster == name]
-        return frozenset(each.spec.model_id for each in found if each.spec.model_id)
+        name = self.cluster_of(endpoint)
+        return frozenset(run for run, cluster in self.clusters().items() if cluster == name)
+
+    def clusters(self) -> Mapping[str, str]:
+        """See `SessionProvider.clusters`."""
+        placed = [each.spec for each in self._sessions.objects() if each.spec.model_id]
+        return {each.model_id: each.pool_cluster for each in placed if each.pool_cluster}
+
+    def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
+        """See `SessionProvider.cluster_of`."""
+        return self._pool_heads().get(endpoint)
 
     def _pool_heads(self) -> dict[HeadEndpoint, str]:
         """Return the heads of pool clusters that this process has used, and their clusters."""

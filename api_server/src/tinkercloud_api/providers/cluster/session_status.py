@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import TypeVar
 
 import structlog
@@ -12,12 +12,11 @@ from tinkercloud_api.providers.base import HeadFailed, Pending
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, PoolStatus
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
-from tinkercloud_crds.idle_gpus import MONTHS, IdleGpus
+from tinkercloud_crds.idle_gpus import IdleGpus
 from tinkercloud_crds.pods.program_fields import ProgramStatus
 from tinkercloud_crds.times import parse_time
 from tinkercloud_crds.training_session import TrainingSessionSpec
 from tinkercloud_kube.objects import Manifest
-from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import InvalidRequest, StateLost, WireError
 from tinkercloud_protocol.wire.future_responses import QueueState
 from tinkercloud_protocol.wire.json_model import describe
@@ -61,6 +60,10 @@ class TrainingSessionView:
     moving_to: str | None = None
     """The pool cluster that it is being moved to, or returns to; until then no head accepts its
     requests."""
+    gpus: int = 0
+    """Number of GPUs that its pods request."""
+    gpus_idle_since: datetime | None = None
+    """Since when they are idle; None if they are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ class BaseModelView:
     name: str
     spec: BaseModelSpec
     is_offered: bool
-    pool: PoolUse | None
-    """The use of its pool, as last written by the operator."""
+    pool: PoolStatus | None
+    """Its pool, as last written by the operator."""
     gpus: int = 0
     """Number of GPUs that the pods of its sessions request."""
     idle: IdleGpus = field(default_factory=IdleGpus)
@@ -132,6 +135,8 @@ def read_session(manifest: Manifest) -> TrainingSessionView:
         program=ProgramStatus.model_validate(status["program"]) if "program" in status else None,
         degraded=annotations.get(labels.DEGRADED),
         moving_to=annotations.get(labels.MOVING_TO),
+        gpus=status.get("gpus", 0),
+        gpus_idle_since=parse_time(status.get("idleSince")),
     )
 
 
@@ -144,33 +149,10 @@ def read_base_model(manifest: Manifest) -> BaseModelView:
         name=manifest["metadata"]["name"],
         spec=BaseModelSpec.model_validate(manifest["spec"]),
         is_offered=ready is None or ready.status != "False",
-        pool=_pool_use(PoolStatus.model_validate(status["pool"])) if "pool" in status else None,
+        pool=PoolStatus.model_validate(status["pool"]) if "pool" in status else None,
         gpus=status.get("gpus", 0),
         idle=IdleGpus.model_validate(status.get("idle", {})),
         conditions=tuple(conditions),
-    )
-
-
-def gpu_use(base_model: BaseModelView, now: datetime) -> GpuUse:
-    """Return the GPUs that a BaseModel holds, with its idle hours until now (UTC)."""
-    idle = base_model.idle.at(now)
-    latest = (now, now.replace(day=1) - timedelta(days=1))
-    months = {f"{each:%Y-%m}": 0.0 for each in latest} | idle.gpu_hours_by_month
-    return GpuUse(
-        gpus=base_model.gpus,
-        idle_gpus=idle.gpus,
-        idle_gpu_hours=idle.gpu_hours,
-        idle_gpu_hours_by_month=dict(sorted(months.items(), reverse=True)[:MONTHS]),
-    )
-
-
-def _pool_use(status: PoolStatus) -> PoolUse:
-    return PoolUse(
-        clusters=status.clusters,
-        ready=status.ready,
-        slots=status.slots,
-        models=status.models,
-        waiting=status.waiting,
     )
 
 

@@ -1,5 +1,6 @@
 """The base models of a server: listing, adding and removing them (no SDK calls)."""
 
+from collections.abc import Mapping
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -7,6 +8,7 @@ from pydantic import StringConstraints
 
 from tinkercloud_api.access.effects import administers, declares, names_no_object
 from tinkercloud_api.context import Caller, Server
+from tinkercloud_protocol.heads.launch import HeldModels
 from tinkercloud_protocol.responses.listings import BaseModelList, ListedModel, ModelRemoved
 from tinkercloud_protocol.wire.json_model import Name, Storable, WireModel
 
@@ -24,8 +26,34 @@ class AddBaseModel(WireModel):
 @router.get("")
 @names_no_object
 async def list_base_models(server: Server, caller: Caller) -> BaseModelList:
-    """List the base models: their state, where they come from (for admins), and their runs."""
-    return BaseModelList(base_models=await server.base_models.listed(caller))
+    """List the base models: their state, where they come from (for admins), and their runs.
+
+    Of a pool, it lists each cluster. The heads of those that this server has used say what memory
+    their models take, and what is free.
+    """
+    models = await server.base_models.listed(caller)
+    if any(model.pool is not None for model in models):
+        held = await server.shared_heads.by_cluster()
+        models = [_with_memory(model, held) for model in models]
+    return BaseModelList(base_models=models)
+
+
+def _with_memory(model: ListedModel, by_cluster: Mapping[str, HeldModels]) -> ListedModel:
+    if model.pool is None:
+        return model
+    clusters = [
+        each.model_copy(
+            update={
+                "memory_bytes": sum(one.memory_bytes for one in held.models),
+                "free_bytes": held.free_bytes,
+            }
+        )
+        if (held := by_cluster.get(each.name)) is not None
+        else each
+        for each in model.pool.by_cluster
+    ]
+    pool = model.pool.model_copy(update={"by_cluster": clusters})
+    return model.model_copy(update={"pool": pool})
 
 
 @router.post("")

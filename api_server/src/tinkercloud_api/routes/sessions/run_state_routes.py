@@ -217,8 +217,11 @@ async def _infos(runs: Sequence[tuple[TrainingRun, Whereabouts]], server: Contex
     found = await server.catalog.sessions_named([row.session_id for row, _ in runs])
     sessions, moment = {session.id: session for session in found}, now()
     points = await server.points.last_points([row.id for row, _ in runs])
+    clusters = server.provider.clusters()
     return [
-        _info(row, sessions[row.session_id], place, points.get(row.id), moment)
+        _info(row, sessions[row.session_id], place, points.get(row.id), moment).model_copy(
+            update={"cluster": clusters.get(row.id)}
+        )
         for row, place in runs
     ]
 

@@ -97,12 +97,14 @@ def pool_status(facts: PoolFacts) -> PoolStatus | None:
     models = sum(each.cluster in facts.names for each in facts.sessions)
     usable = [each for each in facts.clusters if not each.is_stopping]
     ready = sum(each.is_ready for each in usable)
-    slots = sum(map(facts.slots_of, usable))
+    slots_by_cluster = {each.name: facts.slots_of(each) for each in usable}
+    slots = sum(slots_by_cluster.values())
     return PoolStatus(
         clusters=len(facts.clusters),
         ready=ready,
         models=models,
         slots=slots,
+        slots_by_cluster=slots_by_cluster,
         waiting=len(facts.unplaced()) + len(facts.without_room()),
         gpus=sum(each.gpus for each in facts.clusters),
         cluster_summary=f"{ready}/{len(facts.clusters)}",

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_worker.engine.turns import rank_times
 from tinkercloud_worker.engine.turns.fair_queue import Ahead, FairQueue, Share
 from tinkercloud_worker.engine.turns.followers import Followers
 from tinkercloud_worker.engine.turns.neighbours import Neighbours
+from tinkercloud_worker.engine.turns.rank_times import RankTimes
 from tinkercloud_worker.engine.turns.usage_counts import Payer, UsageMeter
 
 log = logging.getLogger(__name__)
@@ -157,6 +159,8 @@ class _Job:
     share: Share | None
     queued_at: float
     """When it was put in the queue last."""
+    rank_times: RankTimes | None = None
+    """Where its request collects when ranks ran its commands; None if it does not."""
     left: int = 0
     """Tokens of its share that are not computed."""
     pieces: Pieces[Any] | None = None
@@ -330,7 +334,8 @@ class EngineThread:
         def resolve_there(result: T | None, error: BaseException | None) -> None:
             loop.call_soon_threadsafe(resolve, result, error)
 
-        job = _Job(batcher, item, resolve_there, done.cancelled, share, self._now())
+        times = rank_times.collected()
+        job = _Job(batcher, item, resolve_there, done.cancelled, share, self._now(), times)
         with self._wake:
             if self._stopping:
                 raise ThreadStopped("the engine thread has stopped; send the request again")
@@ -416,7 +421,8 @@ class EngineThread:
     def _do_timed(self, jobs: Sequence[_Job]) -> None:
         """Run jobs, and count the time that they took without the background steps in it."""
         began, in_background = self._now(), self._background_seconds
-        self._do(jobs)
+        with rank_times.serving(job.rank_times for job in jobs):
+            self._do(jobs)
         seconds = self._now() - began - (self._background_seconds - in_background)
         tokens = Counter[Payer]()
         for share in [job.share for job in jobs if job.share is not None]:

@@ -355,7 +355,10 @@ class HeadApp:
         return Response(Engines(engines=needed).model_dump_json().encode())
 
     async def _models(self, _request: Request) -> Response:
-        return Response(HeldModels(models=self._service.held()).model_dump_json().encode())
+        capacity = self._lifecycle.backend.trainer.capacity
+        free_bytes = capacity.free_bytes if capacity is not None else None
+        held = HeldModels(models=self._service.held(), free_bytes=free_bytes)
+        return Response(held.model_dump_json().encode())
 
     async def _timeline(self, request: Request) -> Response:
         timeline = self._service.timeline(_resource(request))

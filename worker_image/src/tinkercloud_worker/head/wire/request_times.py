@@ -5,7 +5,7 @@ An OpenTelemetry collector gets the same times as spans (`SpanSender`), if there
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -14,6 +14,8 @@ import structlog
 
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import request_ids
+from tinkercloud_worker.engine.turns import rank_times
+from tinkercloud_worker.engine.turns.rank_times import RankTime
 from tinkercloud_worker.metrics import REQUEST_SECONDS, REQUEST_WAIT_SECONDS
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ _FIELDS = ("target", "name", "accepted", "started", "finished", "request", "toke
 class _Work:
     tokens: int = 0
     paused: float = 0.0
+    failure: BaseException | None = None
+    rank_times: Sequence[RankTime] = ()
 
 
 _RUNNING: ContextVar[_Work | None] = ContextVar("running", default=None)
@@ -99,20 +103,22 @@ class SpanRecorder:
             started, paused = self._clock(), paused_before()
             done = _Work()
             _RUNNING.set(done)
-            failure: BaseException | None = None
+            if self._sender is not None and parent is not None:
+                done.rank_times = rank_times.collect()
             try:
                 return await work()
             except BaseException as error:
-                failure = error
+                done.failure = error
                 raise
             finally:
                 _RUNNING.set(None)
+                rank_times.stop()
                 finished = self._clock()
                 started, paused = started + done.paused, paused + done.paused
                 row = (target, name, accepted, started, finished, request, done.tokens, paused)
                 self._add(row)
                 if self._sender is not None and parent is not None:
-                    _send(self._sender, parent, owner, row, failure)
+                    _send(self._sender, parent, owner, row, done)
 
         return run
 
@@ -137,24 +143,29 @@ class SpanRecorder:
             self._num_spans -= len(oldest)
 
 
-def _send(
-    sender: "SpanSender", parent: str, owner: str, row: _Row, failure: BaseException | None
-) -> None:
-    """Send the wait and the execution of a request."""
+def _send(sender: "SpanSender", parent: str, owner: str, row: _Row, done: _Work) -> None:
+    """Send the wait and the execution of a request, and of the latter what its ranks did."""
     target, name, accepted, started, finished, request, tokens, _ = row
     named = {"tinkercloud.target": target, "tinkercloud.owner": owner}
     if request is not None:
         named["tinkercloud.http_request_id"] = request
     # The clock may be set back.
     sender.record("queue", parent, accepted, max(accepted, started), attributes=named)
-    sender.record(
+    execution = sender.record(
         _kind_of(name),
         parent,
         started,
         max(started, finished),
         attributes={**named, "tinkercloud.tokens": tokens},
-        error=failure,
+        error=done.failure,
     )
+    if execution is None:
+        return
+    for each in done.rank_times:
+        of_rank = {**named, "tinkercloud.rank": each.rank}
+        # The clock of its node may differ.
+        end = max(each.started, each.finished)
+        sender.record(f"rank {each.command}", execution, each.started, end, attributes=of_rank)
 
 
 def _kind_of(name: str) -> str:
