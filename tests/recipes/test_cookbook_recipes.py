@@ -7,10 +7,12 @@ program and reinforcement learning with synchronous rollouts are in tests/confor
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,37 +30,6 @@ MATH = [
 WORDS = ("ab", "cd", "ef", "gh")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "use" / "own-data.md").read_text()
-
-ON_POLICY = """
-import asyncio, sys
-import chz
-from tinker_cookbook import renderers
-from tinker_cookbook.distillation import train_on_policy
-from tinker_cookbook.distillation.datasets import (
-    DistillationDatasetConfig, PromptOnlyDataset, TeacherConfig
-)
-from tinker_cookbook.rl.types import RLDatasetBuilder
-from tinker_cookbook.tokenizer_utils import get_tokenizer
-
-data, log_path, model = sys.argv[1:]
-
-@chz.chz
-class Prompts(RLDatasetBuilder):
-    async def __call__(self):
-        tokenizer = get_tokenizer(model)
-        renderer = renderers.get_renderer("role_colon", tokenizer=tokenizer)
-        prompts = open(data).read().split()
-        return PromptOnlyDataset(prompts, 2, 2, renderer, tokenizer), None
-
-config = DistillationDatasetConfig(
-    dataset_builder=Prompts(), teacher_config=TeacherConfig(base_model=model), groups_per_batch=2
-)
-asyncio.run(train_on_policy.main(train_on_policy.Config(
-    learning_rate=1e-2, dataset_configs=[config], model_name=model, recipe_name="test",
-    renderer_name="role_colon", max_tokens=8, lora_rank=8, log_path=log_path, eval_every=0,
-    save_every=0, max_steps=2,
-)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +78,26 @@ def steps(server: Server, log_path: Path, *arguments: str) -> list[dict[str, flo
     return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
 
 
+def in_folder(server: Server, folder: Path, *command: str) -> None:
+    """Run a program in a folder that has the files which the page writes."""
+    for name, content in re.findall(r"^\$ cat > (\S+) <<'END'\n(.*?)^END$", PAGE, re.M | re.S):
+        (folder / name).write_text(content)
+    result = subprocess.run(
+        command,
+        cwd=folder,
+        env=server.environment_of_recipes(folder),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def logged(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
+    """Return the rows of a log of the cookbook."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
 def steps_of_page(server: Server, folder: Path, words: str, log: str) -> list[dict[str, float]]:
     """Run the program of the page about own data that has these words, with the page's files.
 
@@ -119,28 +110,33 @@ def steps_of_page(server: Server, folder: Path, words: str, log: str) -> list[di
     Returns:
         The metrics of its training steps.
     """
-    for name, content in re.findall(r"^\$ cat > (\S+) <<'END'\n(.*?)^END$", PAGE, re.M | re.S):
-        (folder / name).write_text(content)
     programs = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     [program] = [each for each in programs if words in each]
     program = program.replace("HuggingFaceTB/SmolLM2-135M-Instruct", MODEL)
-    environment = server.environment_of_recipes(folder)
-    result = subprocess.run(
-        [sys.executable, "-c", program.replace("max_length=512", "max_length=128")],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    lines = (folder / log / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    program = program.replace("max_length=512", "max_length=128")
+    in_folder(server, folder, sys.executable, "-c", program)
+    return logged(folder / log)
 
 
 def values(rows: list[dict[str, float]], name: str) -> list[float]:
     """Return a metric of all steps that have it."""
     return [row[name] for row in rows if name in row]
+
+
+def test_the_command_of_the_page_tunes_on_a_file_of_conversations_and_saves_what_answers(
+    server: Server, tmp_path: Path
+) -> None:
+    [command] = re.findall(r"^\$ python (-m \S+\.chat_sl\.train .*?[^\\])\n", PAGE, re.M | re.S)
+    command = command.replace("\\\n", "").replace("HuggingFaceTB/SmolLM2-135M-Instruct", MODEL)
+
+    in_folder(server, tmp_path, sys.executable, *shlex.split(command))
+
+    losses = values(logged(tmp_path / "log"), "train_mean_nll")
+    assert len(losses) == 4 * 3
+    assert sum(losses[-3:]) < sum(losses[:3])
+    last = logged(tmp_path / "log", "checkpoints")[-1]["sampler_path"]
+    body = {"model": last, "max_tokens": 4, "prompt": "User: Name the river.\n\nAssistant:"}
+    assert server.request("POST", "/oai/api/v1/completions", body).status == 200
 
 
 def test_preferences_by_dpo(server: Server, tmp_path: Path) -> None:
@@ -190,11 +186,8 @@ def test_reinforcement_learning_over_several_turns(server: Server, log_path: Pat
     assert max(turns) > 1
 
 
-def test_distillation_on_policy(server: Server, tmp_path: Path, log_path: Path) -> None:
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(" ".join(WORDS))
-
-    found = steps(server, log_path, "-c", ON_POLICY, str(prompts), str(log_path), MODEL)
+def test_distillation_on_policy(server: Server, tmp_path: Path) -> None:
+    found = steps_of_page(server, tmp_path, "train_on_policy.main", "on-policy-log")
 
     divergences = values(found, "teacher_kl")
     # The student is the teacher until its first step.

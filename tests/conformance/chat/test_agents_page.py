@@ -126,6 +126,52 @@ def test_the_template_for_the_model_of_the_quickstart_makes_it_call_a_tool(
     assert json.loads(call["function"]["arguments"])["city"] in {"Lima", "Oslo"}
 
 
+AS_CLAUDE_CODE = """
+import os
+import anthropic
+
+tool = {"name": "Read", "description": "Reads a file.", "input_schema": {
+    "type": "object", "properties": {"file_path": {"type": "string"}}, "required": ["file_path"]}}
+with anthropic.Anthropic().messages.stream(
+    model=os.environ["ANTHROPIC_MODEL"], max_tokens=24, tools=[tool],
+    system=[{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    messages=[{"role": "user", "content": [{"type": "text", "text": "Name a river."}]}],
+    metadata={"user_id": "me"}, thinking={"type": "adaptive"},
+) as stream:
+    print(stream.get_final_message().usage.output_tokens)
+"""
+AS_CODEX = """
+import os
+import openai
+
+tool = {"type": "function", "function": {"name": "shell", "parameters": {
+    "type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}}}
+events = openai.OpenAI().chat.completions.create(
+    model=os.environ["MODEL"], max_tokens=24, tools=[tool], parallel_tool_calls=False,
+    messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
+    stream=True, stream_options={"include_usage": True},
+)
+print([event.usage for event in events][-1].completion_tokens)
+"""
+
+
+@pytest.mark.parametrize(
+    ("title", "last", "requests"),
+    [("Claude Code", "claude\n", AS_CLAUDE_CODE), ("Codex and similar agents", "", AS_CODEX)],
+)
+def test_the_variables_for_an_agent_lead_its_requests_to_the_server(
+    chat_server: Server, tmp_path: Path, title: str, last: str, requests: str
+) -> None:
+    variables = code(title, "console")
+    assert variables.endswith(last)
+    script = f"{variables.removesuffix(last)}python - <<'END'\n{requests}END\n"
+    installed = Path(sys.executable).parent
+
+    printed = run(["/bin/bash", "-eu"], script, chat_server, installed, tmp_path)
+
+    assert 1 <= int(printed) <= 24
+
+
 def test_every_example_that_was_not_run_says_so() -> None:
     titles = re.findall(r"^## (.*)$", PAGE, re.M)
     unproven = [title for title in titles if "**Unproven**" in section(title)]

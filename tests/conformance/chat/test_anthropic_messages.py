@@ -70,6 +70,28 @@ def test_tools_and_their_results_are_part_of_the_conversation(
     assert message.usage.input_tokens > len("user: What is 2 + 2?\nassistant: ")
 
 
+def test_a_request_that_lets_the_model_decide_how_much_to_think_is_answered(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    plain = anthropic_client.messages.create(**FIELDS).content[0].text
+    adaptive: Any = {"type": "adaptive", "display": "summarized"}
+    counted = anthropic_client.messages.count_tokens(
+        model=CHAT_MODEL, messages=QUESTION, thinking=adaptive
+    )
+    with anthropic_client.messages.stream(**FIELDS, thinking=adaptive) as stream:
+        message: Any = stream.get_final_message()
+
+    assert message.content[0].text == plain
+    assert counted.input_tokens == len("user: What is 2 + 2?\nassistant: ")
+
+
+def test_an_effort_that_the_template_has_no_place_for_is_refused_by_name(
+    anthropic_client: anthropic.Anthropic,
+) -> None:
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort: "):
+        anthropic_client.messages.create(**FIELDS, output_config={"effort": "high"})
+
+
 def test_errors_have_the_shape_that_the_client_reads(
     anthropic_client: anthropic.Anthropic, chat_server: Server
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.small_models.models import byte_tokenizer
-from tinkercloud_worker.chat.anthropic_messages import read_messages
+from tinkercloud_worker.chat.anthropic_messages import read_count_tokens, read_messages
 from tinkercloud_worker.chat.openai_requests import read_chat, read_completion
 from tinkercloud_worker.chat.text import ChatText
 
@@ -213,7 +213,7 @@ def test_the_reasoning_effort_reaches_templates_that_use_it() -> None:
 @pytest.mark.parametrize(
     ("template", "fields", "words"),
     [
-        (TEMPLATE, {"reasoning_effort": "high"}, "does not use it"),
+        (TEMPLATE, {"reasoning_effort": "high"}, "has no variable reasoning_effort"),
         (EFFORT, {"reasoning_effort": "enormous"}, "'low'"),
         (
             EFFORT,
@@ -252,11 +252,44 @@ DEFAULTS: dict[str, Any] = {
 """Fields of vLLM with the values that mean what is done anyway."""
 
 
-def test_settings_of_anthropics_output_are_refused_with_what_to_do() -> None:
-    body = b'{"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}],'
+ANTHROPIC: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 5,
+    "messages": [{"role": "user", "content": "hi"}],
+}
+ADAPTIVE = {"type": "adaptive"}
 
-    with pytest.raises(InvalidRequest, match=r"^output_config\.effort: .*; leave it out"):
-        read_messages(body + b' "output_config": {"effort": "high"}}')
+
+def test_the_effort_of_anthropics_clients_reaches_templates_that_use_it() -> None:
+    text = a_text(EFFORT)
+
+    for effort in ("low", "max", None):
+        fields = {"thinking": ADAPTIVE, "output_config": {"effort": effort}}
+        request = {**ANTHROPIC, **fields}
+        expected = f"{effort or 'medium'}|hi"
+        [prompt] = read_messages(orjson.dumps(request)).ask(text).prompts
+        del request["max_tokens"]
+        counted = read_count_tokens(orjson.dumps(request)).tokens(text)
+
+        assert text.decode(prompt) == text.decode(counted) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "where"),
+    [
+        ({"output_config": {"effort": "high"}}, r"output_config\.effort: .*; leave it out"),
+        ({"output_config": {"effort": "huge"}}, r"output_config\.effort: .*'max'"),
+        ({"output_config": {"task_budget": {}}}, r"output_config\.task_budget: .*; leave it out"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, r"thinking\.type: .*'adaptive'"),
+        ({"thinking": ADAPTIVE | {"budget_tokens": 9}}, r"thinking\.budget_tokens: .*leave it out"),
+        ({"thinking": ADAPTIVE | {"display": "omitted"}}, r"thinking\.display: .*'summarized'"),
+    ],
+)
+def test_settings_of_anthropics_reasoning_that_would_be_lost_are_refused_by_name(
+    fields: dict[str, Any], where: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=rf"(?s){where}"):
+        read_messages(orjson.dumps({**ANTHROPIC, **fields})).ask(a_text())
 
 
 def test_fields_of_other_servers_are_accepted_with_their_neutral_values() -> None:

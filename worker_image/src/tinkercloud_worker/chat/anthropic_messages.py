@@ -19,6 +19,8 @@ from tinkercloud_worker.chat.conversation import (
     Asked,
     Choice,
     Counts,
+    Effort,
+    effort_options,
     read_fields,
     read_object,
 )
@@ -38,7 +40,6 @@ IGNORED = frozenset(
 )
 """Fields that do not change the answer of this server."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
     "mcp_servers": ([],),
     "container": (),
     "speed": ("standard",),
@@ -86,12 +87,25 @@ def _refused(value: object) -> object:
     raise ValueError("this server does not support it; leave it out")
 
 
+class _Thinking(WireModel):
+    """Whether reasoning is apart from the text. How much there is, the model decides."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_refused)]]
+
+    type: Literal["adaptive", "disabled"]
+    display: Literal["summarized"] | None = None
+    """The whole reasoning is returned, in a block of type `thinking`."""
+
+
 class _OutputConfig(WireModel):
     """The form of the text of an answer. Other settings of the output are refused."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_refused)]]
 
+    effort: Effort | None = None
+    """As OpenAI's `reasoning_effort`."""
     format: _OutputFormat | None = None
 
 
@@ -104,6 +118,7 @@ class CountTokensRequest(WireModel):
     tools: Annotated[Items[AnthropicTool], Field(max_length=1024)] = []  # noqa: RUF012 - pydantic copies it
     tool_choice: _ToolChoice = _ToolChoice()
     output_config: _OutputConfig = _OutputConfig()
+    thinking: _Thinking = _Thinking(type="disabled")
 
     @property
     def used_tools(self) -> list[dict[str, Any]]:
@@ -134,7 +149,8 @@ class CountTokensRequest(WireModel):
         for index, message in enumerate(self.messages):
             messages += _for_template(message, f"messages.{index}.content")
         continues = self.messages[-1].role == "assistant" and "tool_calls" not in messages[-1]
-        return text.render(messages, self.used_tools, {}, continues_last=continues)
+        options = effort_options(self.output_config.effort, text, "output_config.effort")
+        return text.render(messages, self.used_tools, options, continues_last=continues)
 
 
 class MessagesRequest(CountTokensRequest):
@@ -179,6 +195,7 @@ class MessagesRequest(CountTokensRequest):
             stops=tuple(self.stop_sequences),
             streams=self.stream,
             offered=() if choice.kind == "none" else functions,
+            separates_reasoning=self.thinking.type == "adaptive",
             rule=rule,
         )
 

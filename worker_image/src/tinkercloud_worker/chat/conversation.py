@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -24,6 +24,9 @@ MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 1 << 12
 """Messages of a conversation. Templates loop over them, some several times."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model should reason, for templates with the variable `reasoning_effort`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,3 +206,24 @@ def read_fields(
         return model.model_validate(known)
     except ValidationError as error:
         raise InvalidRequest(describe(error)) from None
+
+
+def effort_options(effort: str | None, text: ChatText, field: str) -> dict[str, Any]:
+    """Return the variable of the chat template that says how much to reason, if any.
+
+    Args:
+        effort: how much the request wants; None if it does not say.
+        text: the texts of the model.
+        field: the field of the request that says it.
+
+    Raises:
+        InvalidRequest: the template does not use the variable.
+    """
+    if effort is None:
+        return {}
+    if not text.uses("reasoning_effort"):
+        raise InvalidRequest(
+            f"{field}: the chat template of this model has no variable reasoning_effort, so that"
+            f" {effort!r} would change nothing; leave it out"
+        )
+    return {"reasoning_effort": effort}

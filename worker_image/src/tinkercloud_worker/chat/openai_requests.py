@@ -20,6 +20,8 @@ from tinkercloud_worker.chat.conversation import (
     MAX_MESSAGES,
     MAX_TOP_LOGPROBS,
     Asked,
+    Effort,
+    effort_options,
     read_fields,
     read_object,
 )
@@ -268,9 +270,7 @@ class ChatCompletionRequest(_Sampling):
     ] = "auto"
     parallel_tool_calls: bool = True
     response_format: _ResponseFormat = _ResponseFormat(type="text")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: Effort | None = None
     """A variable of chat templates, for models that reason as much as the request wants."""
     separate_reasoning: bool = False
     """Not OpenAI's: whether reasoning in `<think>` is apart from the text, also without JSON."""
@@ -315,20 +315,14 @@ class ChatCompletionRequest(_Sampling):
         Raises:
             InvalidRequest: one of them is not a template's own.
         """
-        options, effort = template_options(self.chat_template_kwargs), self.reasoning_effort
-        if effort is None:
-            return options
-        if not text.uses("reasoning_effort"):
+        options = template_options(self.chat_template_kwargs)
+        effort = effort_options(self.reasoning_effort, text, "reasoning_effort")
+        if {**effort, **options} != {**options, **effort}:
             raise InvalidRequest(
-                "reasoning_effort: the chat template of this model does not use it; leave it out,"
-                " or send variables of the template in chat_template_kwargs"
+                f"reasoning_effort: {self.reasoning_effort!r} differs from the one in"
+                " chat_template_kwargs; send one of them"
             )
-        if options.get("reasoning_effort", effort) != effort:
-            raise InvalidRequest(
-                f"reasoning_effort: {effort!r} differs from the one in chat_template_kwargs; send"
-                " one of them"
-            )
-        return {**options, "reasoning_effort": effort}
+        return {**options, **effort}
 
     @property
     def _choice(self) -> ToolChoice:
