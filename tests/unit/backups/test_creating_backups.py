@@ -141,6 +141,15 @@ def test_what_is_missing_or_damaged_already_is_named_and_the_rest_is_backed_up(
     }
 
 
+def test_a_store_that_is_not_mounted_is_not_taken_for_an_empty_one(state: State) -> None:
+    shutil.move(state.store, state.folder / "away")
+    for has_mount_point in (False, True):
+        if has_mount_point:
+            state.store.mkdir()
+        with pytest.raises(BackupError, match=r"lists 2 checkpoints; mount the store"):
+            back_up(state)
+
+
 def test_unfinished_uploads_are_left_out_of_the_catalog(state: State) -> None:
     def upload(upload_id: str, *, is_finished: bool) -> Upload:
         return Upload(

@@ -473,6 +473,41 @@ def test_the_commands_make_check_and_restore_a_file_or_a_pipe(made: State, tmp_p
         assert (refused.exit_code, why in refused.stderr) == (1, True), refused.stderr
 
 
+@pytest.mark.parametrize("place", ["", "b.tar", "heads/../new/b.tar", "checkpoints/b.tar"])
+def test_a_backup_among_the_files_that_it_copies_is_refused_and_nothing_is_written(
+    used: State, place: str
+) -> None:
+    before = contents(used.folder)
+
+    refused = command("create", str(used.folder / place), "--checkpoints", state_dir=used.folder)
+
+    assert refused.exit_code == 1
+    assert "which is backed up; choose a file elsewhere" in refused.stderr
+    assert contents(used.folder) == before
+
+
+def test_a_link_into_the_state_folder_is_refused_too(used: State, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(used.folder)
+
+    refused = command("create", str(tmp_path / "link" / "b.tar"), state_dir=used.folder)
+
+    assert (refused.exit_code, "which is backed up" in refused.stderr) == (1, True)
+
+
+def test_the_state_of_a_newer_release_is_replaced_by_that_of_a_backup_from_before(
+    made: State, backup: bytes, used: State
+) -> None:
+    newer = {"version": 99, "release": "9.0.0"}
+    (used.folder / state_folder.VERSION_FILE).write_text(json.dumps(newer))
+    with pytest.raises(StateFolderError, match=r"9\.0\.0"):
+        state_folder.check_version(used.folder)
+
+    restored(backup, used.folder, replaces=True)
+
+    state_folder.check_version(used.folder)
+    assert is_whole(used.folder, made)
+
+
 def test_a_state_is_replaced_only_when_it_is_agreed_to(backup: bytes, used: State) -> None:
     file = used.folder.parent / "b.tar"
     file.write_bytes(backup)

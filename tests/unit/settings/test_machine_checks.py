@@ -65,15 +65,20 @@ async def test_a_wrong_clock_is_found_by_that_of_the_store(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", store_with_a_wrong_clock)
 
-    (line,) = await machine_checks.clock(Settings(state_dir=tmp_path, checkpoint_root="s3://b/c"))
+    settings = Settings(state_dir=tmp_path, checkpoint_root="s3://b/c")
+    _, line = await machine_checks.clock(settings)
 
     assert not line.is_good
     assert "from that of the checkpoint store" in line.detail
     assert "NTP" in line.remedy
 
 
-async def test_local_stores_have_no_clock_of_their_own(tmp_path: Path) -> None:
-    assert await machine_checks.clock(Settings(state_dir=tmp_path)) == []
+async def test_a_machine_alone_says_whether_ntp_sets_its_clock(tmp_path: Path) -> None:
+    (line,) = await machine_checks.clock(Settings(state_dir=tmp_path))
+
+    assert (line.check, line.is_good) == ("clock", True)
+    assert "NTP" in line.detail
+    assert ("timedatectl" in line.remedy) == ("does not know" in line.detail)
 
 
 def test_the_speed_of_a_disk_leaves_no_file_behind(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import importlib.metadata
 import json
 import os
@@ -32,6 +33,10 @@ _SLOW_FLUSH_SECONDS = 0.1
 _WRITTEN_BYTES = 32 << 20
 _FLUSHES = 10
 _SKEW_SECONDS = 5.0
+_TIMEX_BYTES = 512
+"""More than Linux' `struct timex` has."""
+_UNSYNCHRONIZED = 5
+"""TIME_ERROR of adjtimex."""
 _OURS = ("api", "protocol", "worker", "planning", "crds", "kube", "programs")
 _OTHERS = ("torch", "transformers", "safetensors", "ray", "tinker")
 _STORES = {"s3": "https://s3.amazonaws.com", "gs": "https://storage.googleapis.com"}
@@ -197,7 +202,7 @@ def disk_speed(folder: Path) -> CheckResult:
 
 
 async def clock(settings: Settings) -> list[CheckResult]:
-    """Compare the clock with those of the catalog's server and of the checkpoint store.
+    """Report whether NTP sets the clock, and compare it with those of catalog and store.
 
     Those that do not respond are left out: other checks report that.
     """
@@ -205,7 +210,7 @@ async def clock(settings: Settings) -> list[CheckResult]:
         "the catalog's server": await _clock_of_catalog(settings.catalog_url),
         "the checkpoint store": await _clock_of_store(settings.checkpoint_url, os.environ),
     }
-    found = []
+    found = [_kernel_clock()]
     for whose, difference in clocks.items():
         if difference is None:
             continue
@@ -215,6 +220,20 @@ async def clock(settings: Settings) -> list[CheckResult]:
             remedy = "set both by NTP (`timedatectl set-ntp true`): stores refuse wrong clocks"
         found.append(CheckResult("clock", is_good=not remedy, detail=detail, remedy=remedy))
     return found
+
+
+def _kernel_clock() -> CheckResult:
+    """Report what the kernel says about this machine's clock."""
+    try:
+        # All zero, the argument changes nothing; the kernel fills it.
+        state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (AttributeError, OSError):
+        state = -1
+    if 0 <= state < _UNSYNCHRONIZED:
+        return CheckResult("clock", is_good=True, detail="set by NTP, says the kernel")
+    remedy = "check with `timedatectl` that something sets it: keys and URLs expire by it"
+    detail = "the kernel does not know of NTP"
+    return CheckResult("clock", is_good=True, detail=detail, remedy=remedy)
 
 
 async def _clock_of_catalog(url: str) -> float | None:

@@ -21,9 +21,9 @@ from tinkercloud_api.commands.common.shared import (
     BaseUrl,
     Csv,
     Json,
+    Since,
     Until,
     fail,
-    moment_option,
     request,
     say_line,
     show,
@@ -64,15 +64,7 @@ def show_audit(
         datetime | None,
         typer.Option(formats=["%Y-%m-%d"], help="Day, in UTC. Default: today.", show_default=False),
     ] = None,
-    since: Annotated[
-        datetime | None,
-        typer.Option(
-            parser=moment_option,
-            metavar="TIME",
-            help="Only from this time on, in UTC unless it has a zone.",
-            show_default=False,
-        ),
-    ] = None,
+    since: Since = None,
     until: Until = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object in each line.")

@@ -76,6 +76,8 @@ def create_backup(
     where = "standard output" if file == _PIPE else file
     with _failures(f"write {where}"):
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
+        if file != _PIPE:
+            create.check_place(Path(file), source)
         with (
             _recorded(source.catalog, f"tinkercloud backup create {file}"),
             _output(file) as output,

@@ -5,7 +5,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from datetime import datetime
 from decimal import Decimal
 from enum import StrEnum
 from itertools import count
@@ -18,9 +17,9 @@ from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
     Json,
+    Since,
     Until,
     fail,
-    moment_option,
     request,
     say_line,
     show,
@@ -91,15 +90,7 @@ def show_usage(
     everybody: Annotated[
         bool, typer.Option("--all", help="List the usage of all owners (admins only).")
     ] = False,
-    since: Annotated[
-        datetime | None,
-        typer.Option(
-            parser=moment_option,
-            metavar="TIME",
-            help="Only from this hour on, in UTC unless it has a zone.",
-            show_default=False,
-        ),
-    ] = None,
+    since: Since = None,
     until: Until = None,
     limit: Annotated[
         int | None, typer.Option(help="Maximum number of rows to list. Default: 100.")

@@ -117,6 +117,20 @@ def _store(settings: Settings, state_dir: Path) -> Path:
     return Path(url2pathname(parsed.path))
 
 
+def check_place(file: Path, source: Sources) -> None:
+    """Check that a backup is not written among the files that it copies.
+
+    Raises:
+        BackupError: it would contain itself, and be lost with what it is a backup of.
+    """
+    for folder in (source.state_dir, source.store):
+        if folder is not None and file.resolve().is_relative_to(folder.resolve()):
+            raise BackupError(
+                f"{file} is in {folder}, which is backed up; choose a file elsewhere, best on"
+                " another disk, or - for standard output"
+            )
+
+
 def size_of(source: Sources) -> int:
     """Return about how many bytes a backup has."""
     folders = [source.store] if source.store is not None else []
@@ -162,6 +176,11 @@ def create(source: Sources, output: IO[bytes], workspace: Path, progress: Progre
     backup.copy_files()
     if source.store is not None:
         missing = asyncio.run(_list_what_is_copied(copied, source.catalog, backup.checkpoints))
+        if missing and not open_files.entries(source.store):
+            raise BackupError(
+                f"--checkpoints: {source.store} is empty or missing, and the catalog lists"
+                f" {len(missing)} checkpoints; mount the store, or leave the option out"
+            )
         backup.damaged = {**missing, **backup.damaged}
     with copied.open("rb") as file:
         backup.writer.add(archive.CATALOG, file, copied.stat().st_size, 0o600)

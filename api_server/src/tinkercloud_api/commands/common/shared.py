@@ -56,22 +56,26 @@ _CLEAR = "\x1b[2J\x1b[H"
 _PART_BYTES = 1 << 20
 
 
-def moment_option(text: str) -> datetime:
-    """Parse the time that an option gives.
-
-    Raises:
-        typer.BadParameter: it is none.
-    """
+def _moment_option(text: str) -> datetime:
     try:
         return parse_moment(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
 
 
+Since = Annotated[
+    datetime | None,
+    typer.Option(
+        parser=_moment_option,
+        metavar="TIME",
+        help="Only from this time on, in UTC unless it has a zone.",
+        show_default=False,
+    ),
+]
 Until = Annotated[
     datetime | None,
     typer.Option(
-        parser=moment_option,
+        parser=_moment_option,
         metavar="TIME",
         help="Only before this time, in UTC unless it has a zone.",
         show_default=False,
