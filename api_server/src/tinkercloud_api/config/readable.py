@@ -36,3 +36,17 @@ def moment(time: datetime | str | None) -> str:
         return ""
     parsed = datetime.fromisoformat(time) if isinstance(time, str) else time
     return f"{parsed.astimezone(UTC):%Y-%m-%dT%H:%M:%SZ}"
+
+
+def age_of(time: datetime | str) -> str:
+    """Return how long ago a time was, in its largest unit, such as `5 min`.
+
+    Args:
+        time: a time with its zone, or the same in ISO 8601.
+    """
+    parsed = datetime.fromisoformat(time) if isinstance(time, str) else time
+    seconds = max(0, int((datetime.now(UTC) - parsed).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

@@ -23,8 +23,8 @@ from tinkercloud_api.commands.common.shared import (
     server_url,
     show,
 )
-from tinkercloud_api.commands.run_commands import age_of, mean_text
-from tinkercloud_api.config.readable import printable
+from tinkercloud_api.commands.run_commands import mean_text
+from tinkercloud_api.config.readable import age_of, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

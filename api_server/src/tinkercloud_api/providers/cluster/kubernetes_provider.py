@@ -21,6 +21,7 @@ import structlog
 
 from tinkercloud_api.providers.base import (
     FailingCondition,
+    HeadEnd,
     HeadEndpoint,
     HeadFailed,
     Pending,
@@ -43,6 +44,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ready,
     TrainingSessionView,
     gpu_use,
+    head_end,
     read_base_model,
     read_session,
     readable,
@@ -154,8 +156,8 @@ class KubernetesProvider(SessionProvider):
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
 
-    def failing(self) -> list[FailingCondition]:
-        """See `SessionProvider.failing`."""
+    def failing_conditions(self) -> list[FailingCondition]:
+        """See `SessionProvider.failing_conditions`."""
         return list(failing_conditions(self._sessions.objects(), self._base_models.objects()))
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
@@ -349,6 +351,12 @@ class KubernetesProvider(SessionProvider):
             if isinstance(state := readiness(cluster), Ready)
         }
         return {endpoint: name for endpoint, name in heads.items() if endpoint is not None}
+
+    def end_of(self, placement: Placement) -> HeadEnd | None:
+        """See `SessionProvider.end_of`."""
+        session = self._placed.find(placement)
+        is_own = session is not None and belongs(session, placement)
+        return head_end(session) if session is not None and is_own else None
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""
