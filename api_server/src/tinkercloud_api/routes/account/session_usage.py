@@ -71,6 +71,8 @@ async def list_usage(  # noqa: PLR0917 - query parameters
         page = Page(0, _MAX_WAITING)
         waiting, _ = await server.runs.states.search(RunSearch(visible), "waiting", page)
         ids = {run.session_id for run, _ in waiting}
+        if not ids:
+            return SessionUsageList(sessions=[], total_count=0)
     sessions, total = await server.catalog.page_of_sessions(wanted, ids, Page(offset, limit))
     return SessionUsageList(sessions=await _usage(sessions, server), total_count=total)
 
