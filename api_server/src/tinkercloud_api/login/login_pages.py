@@ -94,20 +94,10 @@ def application(
     is_https = urlsplit(public_url).scheme == "https"
 
     async def show(_request: Request) -> Response:
-        page = _page(_START)
-        # With `no-referrer`, browsers would name no origin of its forms.
-        page.headers["Referrer-Policy"] = "same-origin"
-        return page
+        return _start_page()
 
     async def start(request: Request, *, purpose: Purpose) -> Response:
-        is_own = is_of_this_site(request.headers, public_url)
-        # A request without such headers could be of any site. It may start a login, whose key only
-        # its user sees, but nothing else.
-        if is_own is False or (is_own is None and purpose is not Purpose.KEY):
-            return _failure(
-                Forbidden(f"this starts on the page {public_url}{_LOGIN}; open it in the browser")
-            )
-        return await _start(logins, request, purpose)
+        return await _start(logins, request, purpose, public_url)
 
     async def finish(request: Request) -> Response:
         try:
@@ -152,7 +142,19 @@ def application(
     )
 
 
-async def _start(logins: Logins, request: Request, purpose: Purpose) -> Response:
+def _start_page() -> HTMLResponse:
+    page = _page(_START)
+    # With `no-referrer`, browsers would name no origin of its forms.
+    page.headers["Referrer-Policy"] = "same-origin"
+    return page
+
+
+async def _start(logins: Logins, request: Request, purpose: Purpose, public_url: str) -> Response:
+    is_own = is_of_this_site(request.headers, public_url)
+    # A request that does not say where it comes from could be of any site. It may start a login,
+    # whose key only its user sees, but nothing else.
+    if is_own is False or (is_own is None and purpose is not Purpose.KEY):
+        return _failure(Forbidden("this starts on the page /login; open it in the browser"))
     try:
         answer = await logins.start(request, purpose)
     except WireError as error:
