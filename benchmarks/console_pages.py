@@ -70,6 +70,8 @@ def paths(runs: int) -> Iterable[str]:
     lists = ("runs", "problems", "usage", "models", "programs", "projects", "users", "account")
     return (
         *(f"/console/{name}" for name in lists),
+        "/console/sessions",
+        "/console/sessions?status=waiting",
         "/console/runs?search=s9",
         "/console/runs?status=waiting",
         "/console/runs?status=suspended",

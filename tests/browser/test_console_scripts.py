@@ -227,6 +227,17 @@ def test_a_page_says_why_it_is_not_refreshed(logged_in: Open, observed: Observed
     observed.errors.clear()
 
 
+def test_sessions_are_searched_with_the_keyboard(logged_in: Open, runs: Runs) -> None:
+    window = logged_in()
+    window.goto("/console/sessions")
+    window.get_by_label("Status").select_option("waiting")
+    window.get_by_label("Owner").press("Enter")
+
+    listed = window.get_by_role("region", name="Sessions")
+    expect(listed.get_by_role("link", name=runs.waiting)).to_be_visible()
+    expect(listed.get_by_role("link", name=runs.learning)).to_have_count(0)
+
+
 def test_without_scripts_pages_have_charts_and_forms(logged_in: Open, runs: Runs) -> None:
     window = logged_in(java_script_enabled=False)
     window.goto(f"/console/runs/{runs.learning}")

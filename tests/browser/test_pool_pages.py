@@ -235,6 +235,7 @@ def test_pages_of_a_pool_exclude_nobody_and_run_nothing(
     for path in (
         "models",
         "runs",
+        "sessions",
         "problems",
         *(f"runs/{run.run}" for run in (pool.ann, pool.bob)),
     ):

@@ -39,7 +39,7 @@ def test_each_way_of_authentication_has_as_many_routes_as_before() -> None:
         "signed URL": 4,
         "none": 13,
         "login": 4,
-        "browser session": 37,
+        "browser session": 38,
     }
     assert count(head) == {"token": 41, "none": 3}
     assert count(operator) == {"none": 3}

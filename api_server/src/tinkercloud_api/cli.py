@@ -12,6 +12,7 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
 import typer
 
@@ -65,7 +66,7 @@ from tinkercloud_api.commands.runs import (
     top_command,
 )
 from tinkercloud_api.config.model_places import PlaceError, absolute
-from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_api.config.readable import age_of, binary_size, moment
 from tinkercloud_api.lasting_objects import lasting_objects
 from tinkercloud_api.serve.listening import PortTakenError, bind
 from tinkercloud_api.version_line import version_line
@@ -349,15 +350,25 @@ def list_sessions(
             help="List what you may see: also that of your projects, and for admins of all owners.",
         ),
     ] = False,
+    search: Annotated[
+        str, typer.Option(help="List those whose id, owner, name, project or metadata has it.")
+    ] = "",
+    owner: Annotated[str, typer.Option(help="List those of this owner.")] = "",
+    project: Annotated[str, typer.Option(help="List those of this project.")] = "",
+    status: Annotated[
+        str, typer.Option(help="List those that are live, silent, ended, failed or waiting.")
+    ] = "",
     as_json: Json = False,
     again: Watch = False,
 ) -> None:
     """List sessions, newest first, with their owners, client states and resources."""
-    scope = "accessible" if everybody else "owned"
-    path = f"session_usage?limit={limit}&access_scope={scope}"
+    query = {"limit": str(limit), "access_scope": "accessible" if everybody else "owned"}
+    chosen = {"search": search, "owner": owner, "project_id": project, "status": status}
+    query |= {name: value for name, value in chosen.items() if value}
+    path = f"session_usage?{urlencode(query)}"
     columns = [
         *("session", "owner", "project", "name", "model", "step", "tokens/min", "state", "queue"),
-        *("age", "last heartbeat", "models", "memory"),
+        *("age", "last heartbeat", "models", "memory", "why"),
     ]
 
     def draw() -> None:
@@ -383,12 +394,20 @@ def _session_row(session: dict[str, Any]) -> dict[str, str]:
         "step": ", ".join(steps),
         "tokens/min": f"{sum(model['tokens_per_minute'] for model in models):.0f}",
         "queue": ", ".join(waits),
-        "age": run_commands.age_of(session["created_at"]),
+        "age": age_of(session["created_at"]),
         "state": session["state"],
+        "why": "; ".join(dict.fromkeys(filter(None, map(_why, [session, *models])))),
         "last heartbeat": moment(session["last_heartbeat_at"]),
         "models": ", ".join(counts) or "none",
         "memory": _memory(session),
     }
+
+
+def _why(of: dict[str, Any]) -> str:
+    """Return why a session has ended, or why a model is lost or waits."""
+    if "finish_reason" in of:
+        return ": ".join(filter(None, (of["finish_reason"], of["finish_detail"])))
+    return str(of["queue_reason"] or of["reason"] or "")
 
 
 def _memory(of: dict[str, Any]) -> str:

@@ -449,6 +449,14 @@ def test_another_site_can_start_neither_a_login_nor_a_logout(login_server: Serve
         assert httpx.post(f"{url}/{path}", headers=cross).status_code == 403
         # A browser that does not say where a request comes from could have been sent by any site.
         assert httpx.post(f"{url}/{path}").status_code == 403
+        own = {"Origin": login_server.url}
+        assert httpx.post(f"{url}/{path}", headers=own).status_code == 303
+    # Otherwise browsers would send `Origin: null`, like a site that hides where it is.
+    assert httpx.get(url).headers["referrer-policy"] == "same-origin"
+    for forged in ("null", "", "http://evil.example", f"{login_server.url}.evil.example"):
+        for path in ("", "/logout", "/console"):
+            headers = {"Origin": forged, "Sec-Fetch-Site": "same-origin"}
+            assert httpx.post(f"{url}{path}", headers=headers).status_code == 403, forged
     cookie = httpx.post(url).headers["set-cookie"].lower()
     assert "httponly" in cookie
     assert "samesite=lax" in cookie

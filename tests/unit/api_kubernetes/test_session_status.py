@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from tinkercloud_api.providers.base import HeadFailed, Pending
+from tinkercloud_api.providers.base import HeadEnd, HeadFailed, Pending
 from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
+    head_end,
     idle_since,
     read_base_model,
     read_session,
@@ -142,6 +143,20 @@ def test_a_deleted_or_expired_session_has_ended() -> None:
 
     assert all(isinstance(state, Ended) for state in states)
     assert all(isinstance(state.error, StateLost) for state in states if isinstance(state, Ended))
+
+
+def test_a_session_that_is_deleted_ends_and_one_that_expired_is_over() -> None:
+    deleted = replace(a_session(READY, **SERVING), is_deleted=True)
+    reason = a_condition(ConditionType.READY, "False", Reason.LIFETIME_EXCEEDED, "after 1 h")
+    failed = a_condition(ConditionType.READY, "False", Reason.START_FAILED)
+
+    ends = [head_end(each) for each in (deleted, a_session(reason), a_session(failed))]
+
+    assert ends == [
+        HeadEnd(False, "TrainingSession one is being deleted: its head saves a last checkpoint"),
+        HeadEnd(True, "TrainingSession one has ended: after 1 h"),
+        None,
+    ]
 
 
 def test_a_suspension_by_the_owner_is_reported_and_not_overridden() -> None:

@@ -18,7 +18,7 @@ from tinkercloud_api.checkpoints.suspended_states import SuspendedStates
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.heads import run_states
 from tinkercloud_api.heads.head_locator import HeadLocator
-from tinkercloud_api.providers.base import HeadEndpoint, Placement
+from tinkercloud_api.providers.base import HeadEnd, HeadEndpoint, Placement
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
@@ -232,6 +232,28 @@ async def test_runs_of_a_store_that_does_not_respond_are_unknown(
     assert set(unknown) == {"lost"}
     assert ("has not responded" if is_slow else "is away") in unknown["lost"]["reason"]
     assert set(await world.named("lost")) == set()
+
+
+async def test_runs_whose_head_ends_or_has_ended_say_why_and_what_to_do(world: World) -> None:
+    world.provider.ends = {
+        "own": HeadEnd(is_over=False, reason="its session is being deleted"),
+        "idle": HeadEnd(is_over=True, reason="its session has ended"),
+    }
+
+    ending, lost = (await world.named("ending"))["own"], (await world.named("lost"))["idle"]
+
+    assert (ending["reason"], lost["reason"]) == (
+        "its session is being deleted",
+        "its session has ended",
+    )
+    assert ending["remedy"].startswith("wait until its last checkpoint is saved")
+    assert lost["remedy"] == "continue it from a checkpoint: tinkercloud runs attach idle"
+    for path in ("/console/runs", "/console/sessions", "/console/runs/idle"):
+        page = await world.http.get(path)
+        assert all(each in page.text for each in (lost["reason"], lost["remedy"])), path
+    problems = (await world.http.get("/console/problems")).text
+    # Nobody waits for a run that is ending.
+    assert (lost["remedy"] in problems, ending["remedy"] in problems) == (True, False)
 
 
 async def test_an_unknown_status_is_refused_with_those_that_there_are(world: World) -> None:

@@ -7,8 +7,10 @@ derived from them, so that no other site can send one.
 import hashlib
 import hmac
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from urllib.parse import urlsplit
 
 from tinkercloud_api.access.auth import Authenticator, Principal, hash_key
 from tinkercloud_api.access.failed_logins import Throttle
@@ -20,6 +22,36 @@ _LINK = timedelta(minutes=10)
 _SESSION = timedelta(days=7)
 _FORM = b"form"
 _LOGGED_OUT = "log in to see this page"
+
+
+def is_of_this_site(headers: Mapping[str, str], public_url: str | None) -> bool | None:
+    """Return whether a form that needs no session is of a page of this server.
+
+    Such a form of another site could log a browser in as somebody else. Browsers name the site in
+    `Origin`, in `Sec-Fetch-Site` or in both.
+
+    Args:
+        headers: those of its request.
+        public_url: address of this server for browsers, if that is not in the header Host.
+
+    Returns:
+        None if no header says so, as from programs and very old browsers.
+    """
+    own = {headers.get("host"), _host_of(public_url or "")} - {None, ""}
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is not None and _host_of(origin) not in own:
+        return False
+    if site is not None:
+        return site in {"none", "same-origin"}
+    return None if origin is None else True
+
+
+def _host_of(url: str) -> str:
+    """Return the host and port of a URL; empty if it has none, or is none."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return ""
 
 
 @dataclass(frozen=True, slots=True)

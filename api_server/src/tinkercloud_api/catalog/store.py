@@ -19,6 +19,7 @@ from tinkercloud_api.catalog.runs.checkpoint_uses import CheckpointUses
 from tinkercloud_api.catalog.runs.counts import Counts
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatements
 from tinkercloud_api.catalog.runs.run_search import RunSearch, runs_that_match
+from tinkercloud_api.catalog.runs.session_search import Search, matching
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import (
@@ -70,6 +71,19 @@ class Catalog(
     async def find_sessions(self, query: Select[Session]) -> list[Session]:
         """Return the sessions of a query (`session_search.matching`)."""
         return list(await self._all(query))
+
+    async def page_of_sessions(
+        self, search: Search, ids: Collection[str] | None, page: Page
+    ) -> tuple[Sequence[Session], int]:
+        """Return the sessions of a search, newest first, and their total number.
+
+        Args:
+            search: what they have in common.
+            ids: ids of those to choose from; None for all.
+            page: page to return.
+        """
+        query = matching(search)
+        return await self._page(query if ids is None else query.where(Session.id.in_(ids)), page)
 
     async def sessions(self, visible: Visibility, page: Page) -> Sequence[str]:
         """Return session ids, newest first."""

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import time
-from datetime import UTC, datetime
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
@@ -32,7 +31,7 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.commands.model_commands import wait_until_loaded
-from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_api.config.readable import age_of, binary_size, moment
 
 app = typer.Typer(
     help="List, save, stop and continue the runs of a running server.", no_args_is_help=True
@@ -126,7 +125,7 @@ def list_runs(
         str,
         typer.Option(
             help="List those in this state: open (not ended), live, running, idle, waiting,"
-            " suspended, 'on disk', dedicated, lost, ended or unknown."
+            " suspended, 'on disk', dedicated, ending, lost, ended or unknown."
         ),
     ] = "",
     again: Watch = False,
@@ -176,15 +175,6 @@ def _row(run: dict[str, Any]) -> dict[str, object]:
 
 def _why(run: dict[str, Any]) -> str:
     return str(run["queue_reason"] or run["reason"] or "")
-
-
-def age_of(time: str) -> str:
-    """Return how long ago a time in ISO format was, in its largest unit, such as `5 min`."""
-    seconds = max(0, int((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds()))
-    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
 
 
 @app.command("show")

@@ -52,3 +52,17 @@ def parse_moment(text: str) -> datetime:
             f"{text!r} is not a time; expected a day or a time, in UTC unless it has a zone, such"
             " as 2026-11-28, 2026-11-28T19:14 or 2026-11-28T21:14:30+02:00"
         ) from None
+
+
+def age_of(time: datetime | str) -> str:
+    """Return how long ago a time was, in its largest unit, such as `5 min`.
+
+    Args:
+        time: a time with its zone, or the same in ISO 8601.
+    """
+    parsed = datetime.fromisoformat(time) if isinstance(time, str) else time
+    seconds = max(0, int((datetime.now(UTC) - parsed).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit}"
+    return f"{seconds} s"

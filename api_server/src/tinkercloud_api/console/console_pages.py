@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from shlex import quote
 from typing import Annotated, Literal
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlencode
 
 from fastapi import Depends, Query, Request
 from fastapi.responses import RedirectResponse, Response
 from fastapi.staticfiles import StaticFiles
 
+from tinkercloud_api.access.browser_sessions import is_of_this_site
 from tinkercloud_api.access.effects import READS, changes, declares, names_no_object, shows
 from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.console import checkpoint_pages
@@ -61,6 +62,7 @@ _STATUSES: Mapping[RunStatus | Literal[""], str] = {
     "suspended": "suspended: in the checkpoint store",
     "on disk": "on disk: in its journal",
     "dedicated": "dedicated: on a head of its own",
+    "ending": "ending: its session ends and saves a last checkpoint",
     "lost": "lost: only checkpoints are left",
     "ended": "ended",
     "unknown": "unknown: its store or disk does not respond",
@@ -77,33 +79,6 @@ _SERVED = {
 """The files that all browsers may read."""
 
 router = page_router()
-
-
-def _check_site(request: Request, server: Context) -> None:
-    """Check that a form which opens a session is not of another site.
-
-    Browsers say where it comes from in one header or the other.
-
-    Raises:
-        Forbidden: it is.
-    """
-    own = {request.headers.get("host"), _host_of(server.settings.public_url or "")}
-    origin = request.headers.get("origin")
-    is_foreign = origin is not None and _host_of(origin) not in own - {""}
-    site = request.headers.get("sec-fetch-site", "none")
-    if is_foreign or site not in {"none", "same-origin"}:
-        raise Forbidden(
-            "this form came from another site: open the page /console/login; behind a proxy that"
-            " changes the header Host, set TINKERCLOUD_PUBLIC_URL"
-        )
-
-
-def _host_of(url: str) -> str:
-    """Return the host and port of a URL; empty if it has none, or is none."""
-    try:
-        return urlsplit(url).netloc
-    except ValueError:
-        return ""
 
 
 @router.get("")
@@ -147,7 +122,11 @@ async def log_in(request: Request, server: Server) -> Response:
         Forbidden: the form is of another site, which could log a browser in as somebody else.
         Unauthenticated: the key or the link is not valid.
     """
-    _check_site(request, server)
+    if is_of_this_site(request.headers, server.settings.public_url) is False:
+        raise Forbidden(
+            "this form came from another site: open the page /console/login; behind a proxy that"
+            " changes the header Host, set TINKERCLOUD_PUBLIC_URL"
+        )
     sent, browsers, address = await form_of(request), server.browsers, address_of(request.scope)
     try:
         if "link" in sent:

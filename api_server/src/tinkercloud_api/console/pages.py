@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from tinkercloud_api.access.browser_sessions import BrowserSession, BrowserSessions
 from tinkercloud_api.catalog.schema.tables import now
-from tinkercloud_api.config.readable import binary_size, moment
+from tinkercloud_api.config.readable import age_of, binary_size, moment
 from tinkercloud_api.console import page_texts
 from tinkercloud_api.console.charts import HEIGHT, WIDTH
 from tinkercloud_api.context import get_context
@@ -31,12 +31,14 @@ from tinkercloud_protocol.wire.json_model import describe, sentences
 FOLDER = Path(str(files("tinkercloud_api.console")))
 _WITHOUT_SESSION = (f"{CONSOLE}/login", f"{CONSOLE}/static/")
 """What needs no session, and a browser whose session has ended must reach: a page, and files."""
+_AGAIN_SECONDS = 5
+"""Time after which a browser loads a page again that can't be shown now."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; frame-ancestors 'none'; form-action 'self'"
     ),
-    # With `no-referrer`, browsers would name no origin of our own forms (`_check_site`).
+    # With `no-referrer`, browsers would name no origin of our own forms (`is_of_this_site`).
     "Referrer-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
@@ -60,6 +62,7 @@ _TEMPLATES.filters |= {
     "mean": page_texts.mean,
     "moment": moment,
     "size": binary_size,
+    "age": age_of,
     "segment": segment,
     "quoted": shlex.quote,
     "output": page_texts.output,
@@ -83,15 +86,16 @@ class PageRoute(APIRoute):
                 if request.method == "GET":
                     answer = await login_page(request, problem=error.message)
                 else:
-                    answer = await failure(error.message, error.status)
+                    answer = await failure(error.message, error.status, request.method)
                 # Each request with the cookie of an ended session is a failed attempt.
                 forget_session(answer)
                 return answer
             except WireError as error:
-                return await failure(error.message, error.status)
+                return await failure(error.message, error.status, request.method)
             except RequestValidationError as error:
                 faults = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
-                return await failure(sentences(faults, "request"), HTTPStatus.BAD_REQUEST)
+                message = sentences(faults, "request")
+                return await failure(message, HTTPStatus.BAD_REQUEST, request.method)
 
         return handle_page
 
@@ -243,9 +247,20 @@ async def login_page(
     return await show("login.html", status, problem=problem, link=link, run=run, provider=provider)
 
 
-async def failure(message: str, status: int) -> HTMLResponse:
-    """Return the page of an error."""
-    return await show("failure.html", status, message=message, code=int(status))
+async def failure(message: str, status: int, method: str) -> HTMLResponse:
+    """Return the page of an error.
+
+    Browsers load a page that can't be shown now again by themselves, without scripts too. What a
+    form has sent is not sent again.
+
+    Args:
+        message: what is wrong, and what to do.
+        status: the status of the response.
+        method: that of the request.
+    """
+    again = _AGAIN_SECONDS if status == HTTPStatus.SERVICE_UNAVAILABLE and method == "GET" else None
+    page = await show("failure.html", status, message=message, code=int(status), again=again)
+    return follow_up(page, again)
 
 
 def lead_to(path: str) -> Response:

@@ -12,7 +12,7 @@ from tinkercloud_api.checkpoints.checkpoint_lifecycle import Checkpoints
 from tinkercloud_api.heads.head_locator import HeadLocator
 from tinkercloud_api.heads.known_runs import placement_of
 from tinkercloud_api.heads.shared_heads import SharedHeads
-from tinkercloud_api.providers.base import Placement, SessionProvider
+from tinkercloud_api.providers.base import HeadEnd, Placement, SessionProvider
 from tinkercloud_protocol.heads.journal_files import has_journal
 from tinkercloud_protocol.heads.launch import HeldModel
 from tinkercloud_protocol.responses.run_states import RunState, RunStatus
@@ -114,10 +114,23 @@ class RunStates:
         stalled = asyncio.Event()
 
         async def find(row: TrainingRun) -> Whereabouts:
+            end = self.provider.end_of(placement_of(row)) if row.deleted_at is None else None
+            if end is not None:
+                return self._ending(row.id, end, held.get(row.id))
             async with limit:
                 return await self._find(row, held.get(row.id), stalled, is_placed=row.id in placed)
 
         return await asyncio.gather(*[find(row) for row in rows])
+
+    def _ending(self, run_id: str, end: HeadEnd, held: HeldModel | None) -> Whereabouts:
+        waits = run_id in self.locator.placing
+        return Whereabouts(
+            "lost" if end.is_over else "ending",
+            end.reason,
+            "waiting" if waits else "idle",
+            end.reason if waits else None,
+            held.step if held is not None else None,
+        )
 
     async def _find(
         self, row: TrainingRun, held: HeldModel | None, stalled: asyncio.Event, *, is_placed: bool

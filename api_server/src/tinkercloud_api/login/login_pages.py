@@ -20,7 +20,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tinkercloud_api.access.auditing import Auditing
-from tinkercloud_api.access.browser_sessions import BrowserSessions
+from tinkercloud_api.access.browser_sessions import BrowserSessions, is_of_this_site
 from tinkercloud_api.catalog.schema.tables import ApiKey, now
 from tinkercloud_api.config.readable import moment
 from tinkercloud_api.config.sections.login_settings import OidcSettings
@@ -95,10 +95,10 @@ def application(
     is_https = urlsplit(public_url).scheme == "https"
 
     async def show(_request: Request) -> Response:
-        return _page(_START)
+        return _start_page()
 
     async def start(request: Request, *, purpose: Purpose) -> Response:
-        return await _start(logins, request, purpose)
+        return await _start(logins, request, purpose, public_url)
 
     async def finish(request: Request) -> Response:
         try:
@@ -143,11 +143,18 @@ def application(
     )
 
 
-async def _start(logins: Logins, request: Request, purpose: Purpose) -> Response:
-    # A browser that does not say where a request comes from could have been sent by any site.
-    # It may start a login, whose key only its user sees, but nothing else.
-    unknown = "none" if purpose is Purpose.KEY else "cross-site"
-    if request.headers.get("sec-fetch-site", unknown) not in {"none", "same-origin"}:
+def _start_page() -> HTMLResponse:
+    page = _page(_START)
+    # With `no-referrer`, browsers would name no origin of its forms.
+    page.headers["Referrer-Policy"] = "same-origin"
+    return page
+
+
+async def _start(logins: Logins, request: Request, purpose: Purpose, public_url: str) -> Response:
+    is_own = is_of_this_site(request.headers, public_url)
+    # A request that does not say where it comes from could be of any site. It may start a login,
+    # whose key only its user sees, but nothing else.
+    if is_own is False or (is_own is None and purpose is not Purpose.KEY):
         return _failure(Forbidden("this starts on the page /login; open it in the browser"))
     try:
         answer = await logins.start(request, purpose)

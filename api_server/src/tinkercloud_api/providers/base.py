@@ -103,6 +103,15 @@ class FailingCondition:
     """When its status last changed; None if that can't be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadEnd:
+    """The end of a run's head, for good."""
+
+    is_over: bool
+    """Whether it has ended; otherwise it saves a last checkpoint."""
+    reason: str
+
+
 class HeadFailed(WireError):
     """A head failed to start; the message describes the failure. Repeating the request retries."""
 
@@ -178,7 +187,7 @@ class SessionProvider(Protocol):
         """
         return None
 
-    def failing(self) -> list[FailingCondition]:
+    def failing_conditions(self) -> list[FailingCondition]:
         """Return the conditions of sessions, pools and base models that need attention."""
         return []
 
@@ -213,6 +222,10 @@ class SessionProvider(Protocol):
 
     def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
         """Return the name of the cluster with a shared head; None on one machine."""
+        return None
+
+    def end_of(self, placement: Placement) -> HeadEnd | None:
+        """Return the end of the head that `acquire` created for a run; None if it has none."""
         return None
 
     def runs(self) -> list[str]:

@@ -52,6 +52,7 @@ from tinkercloud_api.console import (
     model_pages,
     playground_pages,
     program_pages,
+    session_pages,
     usage_pages,
     user_pages,
 )
@@ -136,7 +137,7 @@ _ROUTED = (
     *(traces, project_routes, user_routes),
     *(checkpoint_search, surplus_routes),
     *(console_pages, checkpoint_pages, account_pages, program_pages, usage_pages),
-    *(model_pages, playground_pages, user_pages),
+    *(model_pages, playground_pages, session_pages, user_pages),
     problem_routes,
     *(run_routes, run_state_routes, sample_text_routes, program_routes, key_routes, hub_mirror),
 )

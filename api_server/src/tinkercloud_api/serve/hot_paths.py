@@ -184,7 +184,7 @@ async def _respond_error(
     """Send the response to an error, in the shape that clients of the path expect."""
     path: str = scope["path"]
     if authentication_of(path) is Authentication.BROWSER:
-        page = await failure(error.message, error.status)
+        page = await failure(error.message, error.status, scope["method"])
         await page(scope, _nothing_to_receive, send)
         return
     if not path.startswith(chat_errors.PREFIXES):

@@ -246,6 +246,11 @@ class SessionSummaryList(Answer):
     next_cursor: SessionCursor | None = None
 
 
+SessionStatus = Literal["live", "silent", "ended", "failed", "waiting"]
+"""What sessions are searched by. `failed`: its client has said so, or was silent for too long;
+`waiting`: one of its runs, or of their next requests, waits. For the others, see `SessionUsage`."""
+
+
 class ModelUsage(Answer):
     """A training run of a session, and the memory that its model uses."""
 
@@ -261,8 +266,17 @@ class ModelUsage(Answer):
     """Number of optimizer steps taken; None if unknown."""
     tokens_per_minute: float = 0.0
     """Trained and sampled tokens of the last minute."""
+    run_state: str = "ended"
+    """Where its model is, and whether it is lost, as `RunInfo.state`."""
+    reason: str | None = None
+    """Why it is in this state; None if the state says enough."""
     queue_state: str = "idle"
-    """What its next request waits for: idle, running, waiting or paused_rate_limit."""
+    """What its next request waits for: idle, running, waiting, paused_rate_limit or
+    paused_capacity."""
+    queue_reason: str | None = None
+    """Why it waits."""
+    remedy: str | None = None
+    """What to do if its model is lost or its request waits for a limit; None otherwise."""
     unsaved_steps: int = 0
     """Number of changes, mostly optimizer steps, that are in no checkpoint."""
     autosave_failure: str | None = None
@@ -285,8 +299,15 @@ class SessionUsage(Answer):
     created_at: datetime
     state: Literal["live", "silent", "ended"]
     """`silent`: not ended, but without a heartbeat for two minutes."""
+    finish_reason: str | None = None
+    """Why it has ended: `success`, `errored` or `interrupted`, as its client said, or `expired`;
+    None before."""
+    finish_detail: str | None = None
+    """What was said about that."""
     last_heartbeat_at: datetime
     """As stored in the catalog, which is updated every 30 seconds."""
+    last_seen_at: datetime
+    """Time of the client's last sign of life: a heartbeat or a request of a run."""
     models: list[ModelUsage]
     memory_bytes: int | None
     """Sum over all models; None if unknown."""
@@ -296,6 +317,7 @@ class SessionUsageList(Answer):
     """GET session_usage (no SDK call)."""
 
     sessions: list[SessionUsage]
+    total_count: int
 
 
 class OwnerUsage(Answer):

@@ -9,13 +9,14 @@ from typing import Literal
 from tinkercloud_protocol.responses.listings import Answer
 
 RunState = Literal[
-    "live", "suspended", "on disk", "dedicated", "waiting", "lost", "ended", "unknown"
+    "live", "suspended", "on disk", "dedicated", "waiting", "ending", "lost", "ended", "unknown"
 ]
 """Where a run's model is.
 
 `live`: in the memory of a session head. `suspended`: in the checkpoint store, and `on disk`: in its
 journal, until its next request. `dedicated`: in a Kubernetes session of its own. `waiting`: not
-created yet. `lost`: its head stopped without saving it. `ended`: deleted by its owner or client.
+created yet. `ending`: its Kubernetes session is being deleted, and its head saves a last
+checkpoint. `lost`: its head stopped without saving it. `ended`: deleted by its owner or client.
 `unknown`: the store or disk that would have it does not respond.
 """
 
@@ -53,6 +54,8 @@ class RunInfo(Answer):
     state: RunState
     reason: str | None = None
     """Why it is in this state, and which saved state is left; None if the state says enough."""
+    remedy: str | None = None
+    """What to do if its model is lost or its request waits for a limit; None otherwise."""
     step: int | None = None
     """Number of optimizer steps taken, of an ended run as last reported; None if no running head,
     saved state or report has it."""

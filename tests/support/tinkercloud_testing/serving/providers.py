@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tinkercloud_api.providers.base import (
     FailingCondition,
+    HeadEnd,
     HeadEndpoint,
     Pending,
     Placement,
@@ -27,6 +28,7 @@ class OneHead:
         """Runs that have a place on the head."""
         self.gone: set[str] = set()
         """Runs whose head was permanently removed."""
+        self.ends: dict[str, HeadEnd] = {}
         self.conditions: list[FailingCondition] = []
         self.of_tenants: Sequence[Tenant] = ()
 
@@ -61,7 +63,7 @@ class OneHead:
     def state_of(self, _model: ServedModel) -> str | None:
         return None
 
-    def failing(self) -> list[FailingCondition]:
+    def failing_conditions(self) -> list[FailingCondition]:
         return self.conditions
 
     def pool_of(self, _model: ServedModel) -> PoolUse | None:
@@ -87,6 +89,9 @@ class OneHead:
 
     def has_own_head(self, _placement: Placement) -> bool:
         return False
+
+    def end_of(self, placement: Placement) -> HeadEnd | None:
+        return self.ends.get(placement.target)
 
     def runs(self) -> list[str]:
         return []

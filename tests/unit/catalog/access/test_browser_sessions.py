@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_api.access.access_tokens import AccessTokens
 from tinkercloud_api.access.auth import Authenticator, hash_key
-from tinkercloud_api.access.browser_sessions import BrowserSessions
+from tinkercloud_api.access.browser_sessions import BrowserSessions, is_of_this_site
 from tinkercloud_api.catalog.access.console_tokens import ConsoleTokens
 from tinkercloud_api.catalog.access.user_rows import LoginKey
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
@@ -83,3 +83,40 @@ async def test_a_logout_ends_the_key_that_nobody_saw_and_no_other(
 
     assert (after_own_key, after_login) == ([KEY, UNSEEN, OTHER], [KEY, OTHER])
     assert await valid() == [KEY]
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_own"),
+    [
+        ({}, None),
+        ({"origin": "https://here.example"}, True),
+        ({"origin": "https://public.example"}, True),
+        ({"sec-fetch-site": "same-origin"}, True),
+        ({"sec-fetch-site": "none"}, True),
+        ({"sec-fetch-site": "same-site"}, False),
+        ({"sec-fetch-site": "cross-site", "origin": "https://here.example"}, False),
+        ({"sec-fetch-site": "same-origin", "origin": "https://evil.example"}, False),
+        *(
+            ({"origin": forged}, False)
+            for forged in (
+                "null",
+                "",
+                "here.example",
+                "https://here.example.evil.example",
+                "https://here.example:81",
+                "https://evil.example/https://here.example",
+                "https://here.example@evil.example",
+                "http://[",
+                "x" * 100_000,
+            )
+        ),
+    ],
+)
+def test_a_form_is_of_this_site_if_all_that_browsers_say_does(
+    headers: dict[str, str], is_own: bool | None
+) -> None:
+    sent = {"host": "here.example", **headers}
+
+    assert is_of_this_site(sent, "https://public.example") is is_own
+    # Without a host, no site is this one.
+    assert not is_of_this_site({"origin": "https://"}, None)

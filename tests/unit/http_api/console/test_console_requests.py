@@ -224,7 +224,7 @@ async def test_a_page_is_rendered_outside_the_event_loop() -> None:
             threads.append(threading.get_ident())
             return "text"
 
-    page = await show("failure.html", message=Noting(), code=500)
+    page = await show("failure.html", message=Noting(), code=500, again=None)
 
     assert b"text" in page.body
     assert threads

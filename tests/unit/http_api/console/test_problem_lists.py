@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -86,7 +86,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 
 def failing(name: str, owner: str | None, run: str | None = None, **fields: Any) -> Any:
-    kind = "pool" if owner is None else "session"
+    kind: Literal["pool", "session"] = "pool" if owner is None else "session"
     said = {"reason": f"PoolFull: {name}", "remedy": "wait", "since": NOW, **fields}
     return FailingCondition(kind=kind, name=name, owner=owner, model_id=run, **said)
 

@@ -42,6 +42,8 @@ class Counts(Statements):
 
     async def visible_runs(self, run_ids: Collection[str], visible: Visibility) -> Set[str]:
         """Return which of these runs a list shows, deleted ones included."""
+        if not run_ids:
+            return frozenset()
         query = select(TrainingRun.id).where(TrainingRun.id.in_(run_ids), visible.of(TrainingRun))
         async with self._reading() as db:
             return frozenset((await db.scalars(query)).all())

@@ -53,18 +53,21 @@ def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
     return query.order_by(is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
 
 
-def _contains(text: str) -> ColumnElement[bool]:
+def session_contains(text: str) -> ColumnElement[bool]:
+    """Return the condition for sessions whose name, metadata, tags or project has a text."""
     projects = select(Project.id).where(
         or_(*(column.icontains(text, autoescape=True) for column in (Project.id, Project.name)))
     )
-    sessions = select(Session.id).where(
-        or_(
-            Session.display_name.icontains(text, autoescape=True),
-            _json_contains(cast(Session.user_metadata, String), text),
-            _json_contains(cast(Session.tags, String), text),
-            Session.project_id.in_(projects),
-        )
+    return or_(
+        Session.display_name.icontains(text, autoescape=True),
+        _json_contains(cast(Session.user_metadata, String), text),
+        _json_contains(cast(Session.tags, String), text),
+        Session.project_id.in_(projects),
     )
+
+
+def _contains(text: str) -> ColumnElement[bool]:
+    sessions = select(Session.id).where(session_contains(text))
     columns = (TrainingRun.id, TrainingRun.owner, TrainingRun.base_model)
     return or_(
         *(column.icontains(text, autoescape=True) for column in columns),

@@ -1,12 +1,13 @@
 """The query that finds sessions by their name, metadata, project and state."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.runs.run_search import session_contains
 from tinkercloud_api.catalog.schema.tables import EXPIRED, Session
 
 
@@ -24,17 +25,19 @@ class Search:
     """What the sessions have in common. None means any."""
 
     visible: Visibility
-    owners: Sequence[str] | None
-    session_id: str | None
-    display_name: str | None
+    owners: Sequence[str] | None = None
+    session_id: str | None = None
+    display_name: str | None = None
     """Words that the display name contains; a session matches by this or by `session_id`."""
-    user_metadata: dict[str, str]
-    project_ids: Sequence[str] | None
-    statuses: Sequence[Status] | None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+    project_ids: Sequence[str] | None = None
+    statuses: Sequence[Status] | None = None
     live_since: datetime
     """A session without an end is active if its last heartbeat is not older."""
-    after: tuple[datetime, str] | None
+    after: tuple[datetime, str] | None = None
     """Creation time and id of the last session of the previous page."""
+    text: str = ""
+    """What the id, owner, name, project or metadata contains, in any case."""
 
 
 def matching(search: Search) -> Select[Session]:
@@ -49,6 +52,14 @@ def matching(search: Search) -> Select[Session]:
         conditions.append(Session.owner.in_(search.owners))
     if search.project_ids is not None:
         conditions.append(Session.project_id.in_(search.project_ids))
+    if search.text:
+        conditions.append(
+            or_(
+                Session.id.icontains(search.text, autoescape=True),
+                Session.owner.icontains(search.text, autoescape=True),
+                session_contains(search.text),
+            )
+        )
     if names := _named(search):
         conditions.append(or_(*names))
     if search.statuses is not None:
@@ -77,6 +88,11 @@ def _has(status: Status, search: Search) -> ColumnElement[bool]:
     if status.type == "active":
         is_live = Session.last_heartbeat_at >= search.live_since
         return and_(Session.finished_at.is_(None), is_live)
+    if status.type == "silent":
+        is_silent = Session.last_heartbeat_at < search.live_since
+        return and_(Session.finished_at.is_(None), is_silent)
+    if status.type == "ended":
+        return Session.finished_at.is_not(None)
     if status.type == "cancelled":
         return Session.finish_reason == EXPIRED
     if status.type == "client_finished":

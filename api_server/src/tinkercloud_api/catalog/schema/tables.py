@@ -191,6 +191,7 @@ class Session(Table):
     """An SDK session: everything that one `ServiceClient` created."""
 
     __tablename__ = "sessions"
+    __table_args__ = (Index("sessions_newest", "created_at", "id"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str] = mapped_column(index=True)

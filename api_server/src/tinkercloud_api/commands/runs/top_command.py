@@ -24,8 +24,8 @@ from tinkercloud_api.commands.common.shared import (
     show,
 )
 from tinkercloud_api.commands.model_commands import cluster_row, clusters_of
-from tinkercloud_api.commands.run_commands import age_of, mean_text
-from tinkercloud_api.config.readable import moment, printable
+from tinkercloud_api.commands.run_commands import mean_text
+from tinkercloud_api.config.readable import age_of, moment, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -22,6 +22,7 @@ import structlog
 
 from tinkercloud_api.providers.base import (
     FailingCondition,
+    HeadEnd,
     HeadEndpoint,
     HeadFailed,
     Pending,
@@ -44,6 +45,7 @@ from tinkercloud_api.providers.cluster.session_status import (
     Ended,
     Ready,
     TrainingSessionView,
+    head_end,
     read_base_model,
     read_session,
     readable,
@@ -172,8 +174,8 @@ class KubernetesProvider(SessionProvider):
         found = [model for model in self._offered() if model.spec.model_name == name]
         return found[-1] if found else None
 
-    def failing(self) -> list[FailingCondition]:
-        """See `SessionProvider.failing`."""
+    def failing_conditions(self) -> list[FailingCondition]:
+        """See `SessionProvider.failing_conditions`."""
         return list(failing_conditions(self._sessions.objects(), self._base_models.objects()))
 
     def pool_of(self, model: ServedModel) -> PoolUse | None:
@@ -377,6 +379,12 @@ class KubernetesProvider(SessionProvider):
             if isinstance(state := readiness(cluster), Ready)
         }
         return {endpoint: name for endpoint, name in heads.items() if endpoint is not None}
+
+    def end_of(self, placement: Placement) -> HeadEnd | None:
+        """See `SessionProvider.end_of`."""
+        session = self._placed.find(placement)
+        is_own = session is not None and belongs(session, placement)
+        return head_end(session) if session is not None and is_own else None
 
     def runs(self) -> list[str]:
         """See `SessionProvider.runs`."""

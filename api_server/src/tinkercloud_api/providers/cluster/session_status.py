@@ -8,7 +8,7 @@ from typing import TypeVar
 import structlog
 from pydantic import ValidationError
 
-from tinkercloud_api.providers.base import HeadFailed, Pending
+from tinkercloud_api.providers.base import HeadEnd, HeadFailed, Pending
 from tinkercloud_crds import labels
 from tinkercloud_crds.base_model import BaseModelSpec, PoolStatus
 from tinkercloud_crds.conditions import NEVER_FITS, Condition, ConditionType, Reason, find
@@ -199,6 +199,20 @@ def readiness(
         _QUEUE_STATES.get(ready.reason, "active"),
         _describe(session, f": {ready.reason}", ready.message),
     )
+
+
+def head_end(session: TrainingSessionView) -> HeadEnd | None:
+    """Return the end of a session, for good; None if it has none."""
+    state = readiness(session)
+    if session.is_deleted:
+        # The object exists until the last checkpoint is written.
+        return HeadEnd(
+            is_over=False,
+            reason=_describe(session, " is being deleted", "its head saves a last checkpoint"),
+        )
+    if isinstance(state, Ended) and isinstance(state.error, StateLost):
+        return HeadEnd(is_over=True, reason=state.error.message)
+    return None
 
 
 def _on_cluster(session: TrainingSessionView, cluster: TrainingSessionView) -> Readiness:

@@ -14,6 +14,7 @@ from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import TrainingRun, now
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_api.heads.run_remedies import remedy_of_state, remedy_of_wait
 from tinkercloud_api.heads.run_states import HEAD_IS_SILENT, Whereabouts
 from tinkercloud_api.runs.server_disks import full_disks
 from tinkercloud_protocol.programs.program_messages import ProgramInfo
@@ -35,13 +36,6 @@ _STUCK = (
     " gone, end the run: tinkercloud runs stop {run}"
 )
 _SILENT = "look at the log of its session head; restart the head if that does not continue"
-_REMEDIES = {
-    "lost": "continue it from a checkpoint: tinkercloud runs attach {run}",
-    "unknown": "look at the checkpoint store and the disk of the server, which do not respond",
-    "paused_capacity": "end a run that nobody needs (tinkercloud runs stop), or raise the limit or"
-    " the memory that the reason names",
-    "paused_rate_limit": "wait, or ask an admin for more tokensPerMinute",
-}
 
 
 @router.get("/problems")
@@ -132,7 +126,7 @@ async def _of_conditions(
     server: Context, caller: Principal
 ) -> tuple[list[Problem], Collection[str]]:
     """Return the failing conditions that a caller may see, and the runs that they explain."""
-    failing = server.provider.failing()
+    failing = server.provider.failing_conditions()
     named = {each.model_id for each in failing if each.model_id is not None}
     visible = await server.catalog.visible_runs(named, caller.visible("accessible"))
     problems, explained = list[Problem](), set[str]()
@@ -186,7 +180,7 @@ def of_run(
             owner=row.owner,
             run_id=row.id,
             reason=reason,
-            remedy=remedy.format(run=row.id),
+            remedy=remedy,
             since=since,
             last_used_at=row.last_request_at,
         )
@@ -201,15 +195,17 @@ def _causes(
 ) -> Iterator[tuple[str, str, datetime | None]]:
     """Yield the reason of each problem of a run, its remedy and, if it is known, its start."""
     held = place.held
-    if place.state in _REMEDIES:
-        yield place.reason or f"the run is {place.state}", _REMEDIES[place.state], None
+    # A run that ends since its owner has deleted its session is no problem.
+    is_wanted = place.state != "ending" or place.queue_state != "idle"
+    if (remedy := remedy_of_state(place, row.id)) is not None and is_wanted:
+        yield place.reason or f"the run is {place.state}", remedy, None
     if place.reason == HEAD_IS_SILENT:
         yield place.reason, _SILENT, None
     waits_for_others = row.base_model in loading or row.id in explained
-    if place.queue_state in _REMEDIES and not waits_for_others:
+    if (remedy := remedy_of_wait(place, row.id)) is not None and not waits_for_others:
         why = place.queue_reason or f"its next request is {place.queue_state}"
         # A run that has no model yet waits since it was created.
-        yield why, _REMEDIES[place.queue_state], None if row.generation else row.created_at
+        yield why, remedy, None if row.generation else row.created_at
     if held is None:
         return
     waited = timedelta(seconds=held.waiting_seconds)
@@ -219,11 +215,20 @@ def _causes(
         why = f"it is stuck: for {minutes} minutes no request has finished, although some wait"
         if place.queue_reason is not None:
             why = f"{why} ({place.queue_reason})"
-        yield why, _STUCK, moment - waited
+        yield why, _STUCK.format(run=row.id), moment - waited
+    save = _SAVE.format(run=row.id)
     if held.degraded is not None:
-        yield f"a kill of its head would lose steps: {held.degraded}", _SAVE, None
+        yield (
+            f"a kill of its head would lose steps: {held.degraded}",
+            save,
+            None,
+        )
     if held.autosave_failure is not None:
-        yield f"it has no automatic checkpoint: {held.autosave_failure}", _SAVE, None
+        yield (
+            f"it has no automatic checkpoint: {held.autosave_failure}",
+            save,
+            None,
+        )
 
 
 def _of_program(program: ProgramInfo) -> Problem:

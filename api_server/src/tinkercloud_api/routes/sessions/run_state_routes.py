@@ -15,6 +15,7 @@ from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Context, Server
+from tinkercloud_api.heads.run_remedies import remedy_of
 from tinkercloud_api.heads.run_states import Whereabouts
 from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.routes.account.session_usage import LIVE
@@ -245,6 +246,7 @@ def _info(
         lora_rank=lora.rank if lora is not None else None,
         state=place.state,
         reason=_why_ended(row, session) if place.state == "ended" else place.reason,
+        remedy=remedy_of(place, row.id),
         step=last.step if last is not None and is_behind else place.step,
         loss=_metric(last.metrics["loss"]) if last is not None and "loss" in last.metrics else None,
         unsaved_steps=held.unsaved_steps if held is not None else _unsaved(place),
