@@ -497,7 +497,7 @@ def _why_engines(demand: Demand, fleet: Fleet, division: Division) -> list[Reaso
     if sampler is None:
         return _what_servers_need(demand, fleet, division.sampler)
     gpus = sampler.engines * sampler.tensor
-    value = f"{sampler.engines} x {sampler.tensor} GPUs"
+    value = f"{sampler.engines} x {_some(sampler.tensor, 'GPU')}"
     holds = f"one holds {sampler.sequences} sequences of {demand.sequence_length} tokens"
     if sampler.tensor == 1:
         return [Reason("sampler", value, holds)]
@@ -524,7 +524,7 @@ def _what_servers_need(demand: Demand, fleet: Fleet, planned: Sampler | None) ->
         why = f"no number of {fleet.gpu.name} holds the model, its adapter slots and a sequence"
         return [Reason("servers", "external", f"{why}; use larger GPUs or a smaller rank")]
     nodes = -(-engine.tensor // fleet.per_node)
-    value = f"{f'{planned.engines} x ' if planned else ''}{engine.tensor} GPUs each"
+    value = f"{f'{planned.engines} x ' if planned else ''}{_some(engine.tensor, 'GPU')} each"
     holds = f"one holds {engine.sequences} sequences of {demand.sequence_length} tokens"
     why = "no node holds an engine, and a session's engine is one pod; " if planned else ""
     spans = f" --nnodes {nodes}" if nodes > 1 else ""
@@ -610,8 +610,8 @@ def _why_disk_and_start(demand: Demand, fleet: Fleet, division: Division) -> lis
         Reason(
             "disk",
             f"{scratch} GiB together",
-            f"scratch space of one session; each of {pods} pods downloads {gib(size)}, except from"
-            " a volume",
+            f"scratch space of one session; each of {_some(pods, 'pod')} downloads {gib(size)},"
+            " except from a volume",
         ),
         Reason(
             "start",
@@ -627,3 +627,7 @@ def _what_sharing_needs(division: Division) -> list[Reason]:
         return []
     why = f"needs Kubernetes 1.34 or newer, and a driver of devices that offers {DEVICE_CLASS}"
     return [Reason("cluster", "claims of devices", why)]
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -178,7 +178,7 @@ def test_all_gpus_train_where_external_servers_sample(qwen3_8b: str) -> None:
     inference = sampler_config(a_build(spec, a_session(baseModel=spec.model_name))).inference
     assert (inference.kind, inference.urls) == ("sglang", ("http://sglang-0:30000",))
     printed = words(*options)
-    assert "servers 1 GPUs each one holds 11 sequences of 32768 tokens" in printed
+    assert "servers 1 GPU each one holds 11 sequences of 32768 tokens" in printed
     assert "--tp-size 1 you start SGLang, with --enable-lora --max-lora-rank 32" in printed
 
 
