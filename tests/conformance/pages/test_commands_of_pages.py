@@ -150,7 +150,7 @@ class Command:
     @property
     def columns(self) -> list[str]:
         """The names of the columns of a table that the page shows."""
-        titles = re.match(r" (\w.*)", self.shown)
+        titles = re.search(r"^ (\w.*)$", self.shown, re.M)
         return re.split(r"  +", titles[1].strip()) if titles else []
 
 
@@ -207,7 +207,7 @@ from tinkercloud_testing.clients.sdk_steps import a_text
 service_client = tinker.ServiceClient()
 create = service_client.create_lora_training_client
 training_client = training = create({CHAT_MODEL!r}, rank=4).result()
-data = [a_text([5, 6, 7], logprobs=[-1.0, -1.0], advantages=[1.0, 1.0])]
+data = [a_text([5, 6, 7], advantages=[1.0, 1.0])]
 step, reward = 1, 0.5
 progress = {{"sampler": training.save_weights_for_sampler("last").result().path}}
 """
@@ -268,6 +268,12 @@ def in_this_place(text: str, run: str, places: Mapping[str, str]) -> str:
     return text
 
 
+PREPARATION = {
+    "docs/use/weights-import.md": (
+        "tinkercloud checkpoints export tinker://RUN/weights/NAME my-adapter",
+    ),
+}
+"""Commands that make what the page assumes."""
 SHELL = """
 newest_program() {
     curl -sS "$TINKER_BASE_URL/api/v1/programs" -H "X-API-Key: $TINKER_API_KEY" |
@@ -319,19 +325,17 @@ def places(model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> dict[
 def test_the_commands_of_a_page_run(
     server: Server, tmp_path: Path, places: dict[str, str], page: str
 ) -> None:
-    owner = (
-        API_KEY if page != "docs/operate/shared-machine.md" else server.new_key(places[r"\bbob\b"])
-    )
-    run = str(a_run(server, owner).model_id)
-    commands = [each for each in commands_of(page) if each.is_run_here and not each.is_python]
-    if page == "docs/use/weights-import.md":
-        commands.insert(
-            0,
-            Command(page, f"tinkercloud checkpoints export tinker://{run}/weights/NAME my-adapter"),
-        )
-    printed = outputs_of(
-        server, tmp_path, [in_this_place(each.text, run, places) for each in commands]
-    )
+    # There, bob leaves, and his run is stopped.
+    is_of_bob = page == "docs/operate/shared-machine.md"
+    key = server.new_key(places[r"\bbob\b"]) if is_of_bob else API_KEY
+    run = str(a_run(server, key).model_id)
+    commands = [
+        *(Command(page, text) for text in PREPARATION.get(page, ())),
+        *(each for each in commands_of(page) if each.is_run_here and not each.is_python),
+    ]
+    texts = [in_this_place(each.text, run, places) for each in commands]
+
+    printed = outputs_of(server, tmp_path, texts)
 
     for command, output in zip(commands, printed, strict=True):
         lines = [re.split(r"  +", line.strip()) for line in output.splitlines()]
