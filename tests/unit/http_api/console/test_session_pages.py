@@ -43,13 +43,13 @@ class World:
     keys: dict[str, str]
     project: str
 
-    async def page(self, owner: str, **query: str) -> httpx.Response:
+    async def page(self, owner: str, /, **query: str) -> httpx.Response:
         """Open the page as an owner."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as http:
             await http.post("/console/login", data={"key": self.keys[owner]})
             return await http.get("/console/sessions", params=query)
 
-    async def listed(self, owner: str, **query: str) -> list[dict[str, Any]]:
+    async def listed(self, owner: str, /, **query: str) -> list[dict[str, Any]]:
         """Return what the JSON twin lists for an owner, which the page shows too."""
         page = await self.page(owner, **query)
         assert page.status_code == 200, page.text
@@ -62,7 +62,7 @@ class World:
             assert f"<small>{each['session_id']}</small>" in page.text
         return list(found["sessions"])
 
-    async def names(self, owner: str, **query: str) -> set[str]:
+    async def names(self, owner: str, /, **query: str) -> set[str]:
         """Return the ids of the sessions that the page and its JSON twin list for an owner."""
         return {each["session_id"] for each in await self.listed(owner, **query)}
 
