@@ -194,6 +194,26 @@ def test_runs_are_found_by_what_they_contain(
     assert f"/console/runs/{training.model_id}" not in theirs.text
 
 
+def test_the_metadata_by_which_a_run_is_found_is_shown(server: Server, browser: Browser) -> None:
+    client = tinker.ServiceClient(
+        base_url=server.url, api_key=API_KEY, user_metadata={"team": "vision", "a": SCRIPT}
+    )
+    made = client.create_lora_training_client(MODEL, rank=4, user_metadata={"sweep": "7 of 9"})
+    run = made.result().model_id
+
+    details = server.request("GET", f"/api/v1/runs/{run}").json()
+    page = browser.get(f"/console/runs/{run}")
+    shown = server.command("runs", "show", run, "--base-url", server.url, "--api-key", API_KEY)
+
+    assert details["session_metadata"] == {"team": "vision", "a": SCRIPT}
+    assert details["user_metadata"] == {"sweep": "7 of 9"}
+    assert "<script>" not in page.text
+    for name, value in (("team", "vision"), ("sweep", "7 of 9")):
+        assert f"<li>{name}: {value}</li>" in page.text
+        assert f"metadata {name}: {value}\n" in shown
+        assert run in text(browser.get(f"/console/runs?{urlencode({'search': value})}"))
+
+
 def test_a_form_of_another_session_ends_no_session(server: Server, browser: Browser) -> None:
     other = Browser(server).log_in()
     for token in ({}, {"form_token": other.form_token()}, {"form_token": "0" * 64}):

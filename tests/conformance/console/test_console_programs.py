@@ -15,26 +15,26 @@ from tinkercloud_testing.clients.console_browser import (
     text,
 )
 from tinkercloud_testing.harness.waiting import wait_until
-from tinkercloud_testing.serving.servers import Server, a_server
+from tinkercloud_testing.serving.servers import API_KEY, Server, a_server
 
 MODEL = "tiny/llama"
-RUN = "0123456789abcdef0123456789abcdef:train:0"
 REPORT = {
     "step": 3,
     "total_steps": 8,
     "reward": 0.4375,
-    "model_id": RUN,
     "metrics": {"solved": 0.25},
     "environments": {SCRIPT: {"difficulty": 2, "prompts": 7}},
 }
 SOURCE = f"""
-import json, os, time, urllib.request
+import json, os, sys, time, urllib.request
 print("x" * 100_000, {SCRIPT!r}, "\\x1b[31mred", "the last line", sep="\\n", flush=True)
 path = f"/api/v1/programs/{{os.environ['TINKERCLOUD_PROGRAM_ID']}}/progress"
 headers = {{"X-API-Key": os.environ["TINKER_API_KEY"], "Content-Type": "application/json"}}
-body = json.dumps({REPORT!r}).encode()
-request = urllib.request.Request(os.environ["TINKER_BASE_URL"] + path, body, headers)
-urllib.request.urlopen(request)
+lost = {{"model_id": "of-nobody", "step": 1, "reward": 1}}
+for report in (lost, {{"step": 2, "reward": 0.25}}, {REPORT!r}):
+    body = json.dumps({{"model_id": sys.argv[1], **report}}).encode()
+    request = urllib.request.Request(os.environ["TINKER_BASE_URL"] + path, body, headers)
+    urllib.request.urlopen(request)
 time.sleep(600)
 """
 
@@ -53,9 +53,15 @@ def browser(own_server: Server) -> Browser:
 
 
 @pytest.fixture(scope="module")
-def program(own_server: Server) -> str:
+def run(own_server: Server) -> str:
+    """Return the id of the run that the program trains."""
+    return str(own_server.client().create_lora_training_client(MODEL, rank=4).result().model_id)
+
+
+@pytest.fixture(scope="module")
+def program(own_server: Server, run: str) -> str:
     """Return the path of the page of a program that runs and has reported."""
-    started = own_server.post("programs", {"source": SOURCE, "name": SCRIPT})
+    started = own_server.post("programs", {"source": SOURCE, "name": SCRIPT, "args": [run]})
     assert started.status == 200, started.body
     path = f"programs/{started.json()['program_id']}"
     shown = f"/api/v1/{path}"
@@ -66,7 +72,7 @@ def program(own_server: Server) -> str:
 
 
 def test_a_program_shows_its_progress_and_the_end_of_its_output(
-    browser: Browser, program: str
+    browser: Browser, program: str, run: str
 ) -> None:
     page = browser.get(program)
 
@@ -76,13 +82,31 @@ def test_a_program_shows_its_progress_and_the_end_of_its_output(
     assert "the last line" in words
     assert "\x1b" not in words
     assert all(each in words for each in ("3 of 8", "0.4375", "solved", "0.25", "Running"))
-    assert f'href="/console/runs/{RUN}"' in page.text
+    assert f'href="/console/runs/{run}"' in page.text
     assert browser.get(f"{program}?follow=5").headers["refresh"] == "5"
     listing = browser.get("/console/programs")
     assert f'href="{program}"' in listing.text
     assert "<script>" not in listing.text
     assert browser.get("/console/programs?page=2").status_code == 200
     assert browser.get("/console/programs?page=0").status_code == 400
+
+
+def test_the_rewards_of_a_program_are_a_curve_of_its_run(
+    own_server: Server, browser: Browser, program: str, run: str
+) -> None:
+    page = text(browser.get(program))
+    command = ["rewards", program.rpartition("/")[2], "--json"]
+    where = ["--base-url", own_server.url, "--api-key", API_KEY]
+    printed = json.loads(own_server.command("programs", *command, *where))
+    logged = own_server.request("GET", f"/api/v1/runs/{run}/curve").json()["logged"]["reward"]
+
+    assert [(each["step"], each["value"]) for each in logged] == [(2, 0.25), (3, 0.4375)]
+    assert printed == logged
+    assert f"reward by step; {run}: 0.25 at first, 0.4375 at last" in page
+    for step, reward in ((2, "0.25"), (3, "0.4375")):
+        row = f'<th scope="row" class="number">{step}</th><td class="number">{reward}</td>'
+        assert row in page
+    assert f"reward by step; {run}: " in text(browser.get(f"/console/runs/{run}"))
 
 
 def test_strangers_find_no_program_and_readers_stop_none(own_server: Server, program: str) -> None:

@@ -140,6 +140,7 @@ def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
     first = next(entry for entry in entries if entry["event"] == "key_create")
     assert (first["owner"], first["path"]) == ("server:", "setting bootstrap_key")
     assert found["quota_set"]["value"]["research"]["owners"] == ["zoe"]
+    assert found["quota_set"]["objects"] == ["tenant research"]
     assert found["project_grant_set"]["objects"] == ["viewer hal"]
     assert found["project_grant_set"]["project_ids"] == [project["project_id"]]
     assert found["key_revoke"]["objects"] == [f"key {found['key_revoke']['key_id']}"]

@@ -48,16 +48,19 @@ async def record_settings(audit_log: AuditLog, settings: Settings) -> None:
     """
     tenants = {name: each.model_dump(mode="json") for name, each in settings.tenants.items()}
     login = settings.oidc.model_dump(mode="json") if settings.oidc is not None else {}
-    changes: dict[str, tuple[str, dict[str, Any]]] = {
-        "quota_set": ("setting tenants", tenants),
-        "login_set": ("setting oidc", login),
+    changes: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "quota_set": ("setting tenants", "tenant", tenants),
+        "login_set": ("setting oidc", "setting", login),
     }
-    for event, (path, value) in changes.items():
+    for event, (path, kind, value) in changes.items():
         last = await audit_log.latest(event)
         known = last.details[_VALUE] if last is not None else {}
         # As a database returns it.
-        if known != json.loads(json.dumps(value)):
+        stored = json.loads(json.dumps(value))
+        if known != stored:
+            changed = sorted(n for n in {*known, *stored} if known.get(n) != stored.get(n))
             details = {"method": "SERVER", "path": path, "status": "done", _VALUE: value}
+            details["objects"] = [f"{kind} {name}" for name in changed]
             await audit_log.begin(SERVER, None, event, details)
 
 

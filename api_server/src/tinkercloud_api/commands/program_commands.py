@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -143,6 +144,30 @@ def show_program(
     def draw() -> None:
         answer = request("GET", base_url, api_key, f"programs/{program}")
         say(json.dumps(answer, indent=2), answer, as_json=as_json)
+
+    watch(draw, again=again)
+
+
+@app.command("rewards")
+def show_rewards(
+    program: str,
+    api_key: ApiKey,
+    base_url: BaseUrl = None,
+    *,
+    as_json: Json = False,
+    again: Watch = False,
+) -> None:
+    """Show the reward of each step of a program, which are logged for the run that it trains."""
+
+    def draw() -> None:
+        found = request("GET", base_url, api_key, f"programs/{program}")
+        run = found["progress"].get("model_id") or found["model_id"]
+        if run is None:
+            fail(f"program {program} has not named the run that it trains, so no reward is kept")
+        curve = request("GET", base_url, api_key, f"runs/{quote(run, safe=':')}/curve")
+        rewards = curve["logged"].get("reward", [])
+        rows = [{**each, "reward": f"{each['value']:.5g}"} for each in rewards]
+        show(rewards if as_json else rows, ["step", "reward", "time"], as_json=as_json)
 
     watch(draw, again=again)
 

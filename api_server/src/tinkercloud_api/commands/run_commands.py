@@ -42,7 +42,7 @@ _COLUMNS = [
     *("age", "last seen", "why"),
 ]
 """The last one: why it waits, or is in its state."""
-_CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "kl"]
+_CURVE_METRICS = ["loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "kl"]
 _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
 _TIMELINE_COLUMNS = [
     *("accepted", "request", "waited s", "paused s", "ran s", "tokens", "of", "request id")
@@ -188,6 +188,9 @@ def show_run(
         return
     row = {**_row(found), "rank": found["lora_rank"] or "all weights", "reason": found["reason"]}
     row |= {"unsaved steps": found["unsaved_steps"], "queue reason": found["queue_reason"]}
+    metadata = found.get("session_metadata", {}) | found.get("user_metadata", {})
+    row |= {f"metadata {name}": value for name, value in metadata.items()}
+    row["tags"] = ", ".join(found.get("tags", []))
     for name, value in row.items():
         if value not in {None, ""}:
             say_line(f"{name}: {value}")

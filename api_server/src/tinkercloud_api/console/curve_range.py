@@ -13,7 +13,7 @@ from tinkercloud_protocol.responses.run_states import (
     RunCurvePoint,
 )
 
-METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens")
+METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens", "tokens_per_second")
 """The metrics of optimizer steps, in the order of their charts."""
 
 

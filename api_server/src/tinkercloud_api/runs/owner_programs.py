@@ -329,8 +329,13 @@ class Programs:
         output = await self._runner.logs(program_id, min(max_bytes, LOG_BYTES))
         return output.decode(errors="replace")
 
-    async def report(self, program_id: str, progress: ProgramProgress, caller: Principal) -> None:
+    async def report(
+        self, program_id: str, progress: ProgramProgress, caller: Principal
+    ) -> ProgramInfo:
         """Merge a progress report of a program, which sends it with its own key.
+
+        Returns:
+            The program with it.
 
         Raises:
             NotFound: the program does not exist for this caller.
@@ -350,6 +355,8 @@ class Programs:
                 " so keep only what resuming needs"
             )
         await self._records.set_progress(program_id, merged)
+        row.progress = merged
+        return describe(row)
 
     async def list(self, owner: str | None, offset: int, limit: int) -> list[ProgramInfo]:
         """Return programs, newest first, without their `state`; owner None means all owners."""

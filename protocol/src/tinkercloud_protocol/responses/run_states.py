@@ -108,6 +108,12 @@ class RunDetails(RunInfo):
 
     checkpoints: list[RunCheckpoint]
     """The newest training checkpoints, newest first."""
+    user_metadata: dict[str, str]
+    """What its client gave it when it created it, by name."""
+    session_metadata: dict[str, str]
+    """What its client gave its session, likewise."""
+    tags: list[str]
+    """Tags of its session."""
 
 
 class RunCurvePoint(Answer):
@@ -121,7 +127,7 @@ class RunCurvePoint(Answer):
     """Time of the last of them."""
     metrics: dict[str, CurveMetric]
     """By name: `loss`, of a step's tokens, data or targets, `grad_norm`, `learning_rate`, `tokens`,
-    and `kl` with losses that compare policies."""
+    `tokens_per_second` since the point before, and `kl` with losses that compare policies."""
 
 
 class LoggedPoint(Answer):

@@ -16,8 +16,8 @@ def compare_runs(
     metric: Annotated[
         str,
         typer.Option(
-            help="loss, grad_norm, learning_rate, kl, tokens, or the name of what clients logged,"
-            " such as reward."
+            help="loss, grad_norm, learning_rate, kl, tokens, tokens_per_second, or what clients"
+            " logged, by its name, such as reward."
         ),
     ] = "loss",
     *,

@@ -1,10 +1,13 @@
 """Programs: running, listing, observing and stopping them, and their progress reports."""
 
+from contextlib import suppress
+from math import isfinite
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
 from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
+from tinkercloud_api.catalog.schema.tables import now
 from tinkercloud_api.context import Caller, Server
 from tinkercloud_api.runs import owner_programs
 from tinkercloud_protocol.programs.program_messages import (
@@ -14,8 +17,12 @@ from tinkercloud_protocol.programs.program_messages import (
     ProgramProgress,
     RunProgramRequest,
 )
+from tinkercloud_protocol.wire.errors import Forbidden, InvalidRequest, NotFound
 
 router = APIRouter(prefix="/api/v1/programs", tags=["programs"])
+
+REWARD = "reward"
+"""The name of the rewards of a program among what its run has logged."""
 
 
 @router.post("")
@@ -85,6 +92,21 @@ async def stop_program(program_id: str, server: Server, caller: Caller) -> Progr
 async def report_progress(
     program_id: str, progress: ProgramProgress, server: Server, caller: Caller
 ) -> dict[str, str]:
-    """Report progress; programs call this with their own key."""
-    await server.programs.report(program_id, progress, caller)
+    """Report progress; programs call this with their own key.
+
+    The reward of a step is also logged for the run that the program trains.
+    """
+    program = await server.programs.report(program_id, progress, caller)
+    run_id, step, reward = trained_run(program), program.progress.step, progress.reward
+    if run_id is None or step is None or reward is None or not isfinite(reward):
+        return {}
+    # A program may name any run, and has reported its progress in any case.
+    with suppress(Forbidden, InvalidRequest, NotFound):
+        await server.locator.known.authorize_run(run_id, caller)
+        await server.logged.log(run_id, step, {REWARD: reward}, now())
     return {}
+
+
+def trained_run(program: ProgramInfo) -> str | None:
+    """Return the run that a program trains now; None if it has named none."""
+    return program.progress.model_id or program.model_id

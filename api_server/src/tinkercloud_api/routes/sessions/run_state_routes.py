@@ -97,7 +97,7 @@ async def list_runs(  # noqa: PLR0917 - query parameters
 
 @router.get("/runs/{run_id}")
 async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
-    """Return how a run is doing, and the checkpoints from which it can continue."""
+    """Return how a run is doing, its metadata, and the checkpoints from which it can continue."""
     row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
     (place,) = await server.runs.states.of([row])
     (info,) = await _infos([(row, place)], server)
@@ -106,7 +106,14 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
         last = (await server.points.last_points([run_id])).get(run_id)
         step, unsaved = _at_the_end(row, found[0] if found else None, last)
         info = info.model_copy(update={"step": step, "unsaved_steps": unsaved})
-    return RunDetails(**info.model_dump(), checkpoints=[_checkpoint(each) for each in found])
+    (session,) = await server.catalog.sessions_named([row.session_id])
+    return RunDetails(
+        **info.model_dump(),
+        checkpoints=[_checkpoint(each) for each in found],
+        user_metadata=row.user_metadata or {},
+        session_metadata=session.user_metadata,
+        tags=session.tags,
+    )
 
 
 @router.get("/runs/{run_id}/curve")
@@ -116,7 +123,7 @@ async def show_curve(run_id: str, server: Server, caller: Caller) -> RunCurve:
     curve = await server.points.curve(row.id)
     return RunCurve(
         run_id=row.id,
-        points=[_curve_point(each) for each in curve.points],
+        points=_curve_points(curve.points),
         logged=await server.logged.of_run(row.id),
     )
 
@@ -298,9 +305,33 @@ def _why_ended(row: TrainingRun, session: Session) -> str:
     return f"its session was ended ({session.finish_reason}{detail})"
 
 
-def _curve_point(point: CurvePoint) -> RunCurvePoint:
-    metrics = {name: _metric(values) for name, values in point.metrics.items()}
-    return RunCurvePoint(step=point.step, steps=point.steps, time=point.at, metrics=metrics)
+def _curve_points(points: Sequence[CurvePoint]) -> list[RunCurvePoint]:
+    return [
+        RunCurvePoint(
+            step=point.step,
+            steps=point.steps,
+            time=point.at,
+            metrics={name: _metric(values) for name, values in point.metrics.items()}
+            | _rate_of(point, before),
+        )
+        for before, point in zip((None, *points), points, strict=False)
+    ]
+
+
+def _rate_of(point: CurvePoint, before: CurvePoint | None) -> dict[str, CurveMetric]:
+    """Return the tokens per second of a point, by name; none of the first one, or without tokens.
+
+    Args:
+        point: the point.
+        before: the point before it, at whose time it began.
+    """
+    tokens = point.metrics.get("tokens")
+    seconds = (point.at - before.at).total_seconds() if before is not None else 0.0
+    # The clock of a head may have been set back, or another head has another one.
+    if tokens is None or seconds <= 0:
+        return {}
+    rate = tokens.total / seconds
+    return {"tokens_per_second": CurveMetric(mean=rate, low=rate, high=rate, not_finite=0)}
 
 
 def _metric(values: MetricValues) -> CurveMetric:
