@@ -31,9 +31,9 @@ async def show_usage(
         month: year and month (UTC), such as 2026-11; None for this one.
     """
     chosen = month or f"{now():%Y-%m}"
-    caller, scope = session.caller, "accessible"
-    of_month = await usage_routes.show_month(server, caller, chosen, None, scope)
-    of_days = await usage_routes.show_month(server, caller, chosen, None, scope, "day")
+    caller, scope = session.caller, _SCOPE
+    of_month = await usage_routes.show_month(server, caller, chosen, access_scope=scope)
+    of_days = await usage_routes.show_month(server, caller, chosen, "day", access_scope=scope)
     found = await usage_routes.show_usage(server, caller, limit=_ROWS, offset=0, access_scope=scope)
     first = date.fromisoformat(f"{chosen}-01")
     return await show(

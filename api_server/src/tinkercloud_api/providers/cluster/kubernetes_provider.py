@@ -363,8 +363,12 @@ class KubernetesProvider(SessionProvider):
 
     def clusters(self) -> Mapping[str, str]:
         """See `SessionProvider.clusters`."""
-        placed = [each.spec for each in self._sessions.objects() if each.spec.model_id]
-        return {each.model_id: each.pool_cluster for each in placed if each.pool_cluster}
+        placed = [each.spec for each in self._sessions.objects()]
+        return {
+            each.model_id: each.pool_cluster
+            for each in placed
+            if each.model_id and each.pool_cluster
+        }
 
     def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
         """See `SessionProvider.cluster_of`."""

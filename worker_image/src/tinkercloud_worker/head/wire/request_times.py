@@ -162,7 +162,7 @@ def _send(sender: "SpanSender", parent: str, owner: str, row: _Row, done: _Work)
     if execution is None:
         return
     for each in done.rank_times:
-        of_rank = {**named, "tinkercloud.rank": each.rank}
+        of_rank: dict[str, str | int] = {**named, "tinkercloud.rank": each.rank}
         # The clock of its node may differ.
         end = max(each.started, each.finished)
         sender.record(f"rank {each.command}", execution, each.started, end, attributes=of_rank)
