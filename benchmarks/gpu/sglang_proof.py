@@ -55,9 +55,9 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsCopy
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
+from tinkercloud_worker.inference.sglang import engine_adapters as sglang_adapters
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 from tinkercloud_worker.metrics import Way, What
 from tinkercloud_worker.model.base_model import TorchBaseModel

@@ -57,3 +57,20 @@ def test_items_cells_and_code_are_not_one_sentence() -> None:
     page = f"{half}\n- {half}\n- {half}\n\n| {half} | {half} |\n\n```\n{half}{half}{half}\n```\n"
 
     assert too_long(page) == []
+
+
+def wordy_entries(changelog: str) -> list[str]:
+    """Return the entries of more than two sentences, apart from links at the end."""
+    items = re.findall(r"^- .*(?:\n  .*)*", changelog, re.MULTILINE)
+    entries = [" ".join(item.removeprefix("- ").split()) for item in items]
+    return [each for each in entries if len(re.findall(r"[.?!] (?=[A-Z`])", each)) > 1]
+
+
+def test_an_entry_of_the_changelog_has_at_most_two_sentences() -> None:
+    assert wordy_entries((ROOT / "CHANGELOG.md").read_text()) == []
+
+
+def test_an_entry_of_three_sentences_is_found() -> None:
+    assert wordy_entries("- One. Two. [Link](a.md).\n- One.\n  Two. `Three` is it.\n") == [
+        "One. Two. `Three` is it."
+    ]

@@ -21,7 +21,7 @@ from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_testing.training.engines import Engine, an_engine
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import adapters as sglang_adapters
+from tinkercloud_worker.inference.sglang import engine_adapters as sglang_adapters
 from tinkercloud_worker.inference.sglang import weights as sglang_weights
 
 

@@ -37,7 +37,7 @@ from tinkercloud_worker.head.backend import Backend
 from tinkercloud_worker.head.sampling.samplers import Samplers
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang.tensors import pickled_bucket
+from tinkercloud_worker.inference.sglang.encoded_tensors import pickled_bucket
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 pytestmark = pytest.mark.slow
@@ -277,7 +277,7 @@ async def test_an_engine_that_rejects_tensors_gets_files_from_then_on(
 async def test_an_engine_that_crashes_twice_on_tensors_gets_files(
     engine: Engine, fakes: list[FakeSglang], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.inference.server._RECOVERY_SECONDS", 0.01)
+    monkeypatch.setattr("tinkercloud_worker.inference.inference_server._RECOVERY_SECONDS", 0.01)
     fakes[0].ends_over = frozenset({TENSORS})
     sampler = a_sampler(fakes[:1], tmp_path)
     await publish(engine, sampler, "one", an_adapter(engine, 1))

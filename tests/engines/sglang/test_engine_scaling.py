@@ -12,7 +12,7 @@ from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.sglang.engine import FakeSglang, listening
 from tinkercloud_testing.sglang.sampling import TENSORS, a_sampler, an_adapter, publish, servers_of
 from tinkercloud_testing.training.engines import Engine, a_sampling_request
-from tinkercloud_worker.inference import engine_scaler, routing, server
+from tinkercloud_worker.inference import engine_scaler, inference_server, routing
 from tinkercloud_worker.inference.sampler import InferenceSampler
 
 SCALING = EngineScaling(min_engines=1, target_samples=4, up_seconds=0.1, down_seconds=0.5)
@@ -22,7 +22,7 @@ SCALING = EngineScaling(min_engines=1, target_samples=4, up_seconds=0.1, down_se
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Observe the load and the health of engines often."""
     monkeypatch.setattr(engine_scaler, "_TICK_SECONDS", 0.02)
-    monkeypatch.setattr(server, "_RECOVERY_SECONDS", 0.02)
+    monkeypatch.setattr(inference_server, "_RECOVERY_SECONDS", 0.02)
 
 
 @pytest.fixture

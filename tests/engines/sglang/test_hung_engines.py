@@ -21,13 +21,12 @@ from tinkercloud_testing.sglang.sampling import (
     servers_of,
 )
 from tinkercloud_testing.training.engines import Engine, a_sampling_request
-from tinkercloud_worker.inference import server as inference_server
-from tinkercloud_worker.inference import server_pool
+from tinkercloud_worker.inference import inference_server, server_pool
 from tinkercloud_worker.inference.client import ServerUnreachable
 from tinkercloud_worker.inference.routing import order
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import dialect as sglang_dialect
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang import sglang_dialect
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 
 pytestmark = pytest.mark.slow
 

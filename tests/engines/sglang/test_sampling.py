@@ -27,7 +27,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 )
 from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang import scoring
+from tinkercloud_worker.inference.sglang import scoring_requests
 
 pytestmark = pytest.mark.slow
 
@@ -112,7 +112,7 @@ async def test_targets_scored_in_parts_equal_those_of_one_request(
     cells: int,
 ) -> None:
     await publish(engine, sampler, "one", an_adapter(engine, 1))
-    monkeypatch.setattr(scoring, "_PART_CELLS", cells)
+    monkeypatch.setattr(scoring_requests, "_PART_CELLS", cells)
     prompt = PROMPTS[1]
     targets = np.random.default_rng(1).integers(-1, 256, (len(prompt) - 1, 5))
     targets[:3] = -1

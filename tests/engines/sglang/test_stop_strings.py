@@ -17,7 +17,7 @@ from tinkercloud_worker.engine.sampling.growing_text import decoder_of
 from tinkercloud_worker.engine.sampling.sampler_interface import StopRules
 from tinkercloud_worker.engine.sampling.stopping import cut_at_stop
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.sglang.dialect import _sampling_params
+from tinkercloud_worker.inference.sglang.sglang_dialect import _sampling_params
 
 pytestmark = pytest.mark.slow
 

@@ -29,7 +29,7 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
     StopRules,
 )
 from tinkercloud_worker.inference.client import InferenceClient, Json
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.torch_sampler.decode.decoding import RunningSequence, allowed_logits
 

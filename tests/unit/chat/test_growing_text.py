@@ -15,7 +15,7 @@ from tinkercloud_testing.small_models.text_tokenizers import (
     a_tokenizer,
     encode,
 )
-from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.text import ChatText, ShownText, UntilStop
 from tinkercloud_worker.chat.tool_formats.known import HERMES

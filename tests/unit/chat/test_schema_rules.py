@@ -8,10 +8,10 @@ import pytest
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer
+from tinkercloud_worker.chat.answer_parts import Thought
 from tinkercloud_worker.chat.anthropic_messages import read_messages
 from tinkercloud_worker.chat.grammar.grammars import Grammars
 from tinkercloud_worker.chat.openai_requests import read_chat
-from tinkercloud_worker.chat.parts import Thought
 from tinkercloud_worker.chat.rules.answer_rules import Reasoning
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.thoughts import ThoughtSplitter

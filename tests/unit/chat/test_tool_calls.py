@@ -4,7 +4,7 @@ import pytest
 
 from tinkercloud_testing.small_models.models import byte_tokenizer
 from tinkercloud_testing.small_models.said import a_text, anthropic_says, openai_says
-from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import ANY_OBJECT, Function
 from tinkercloud_worker.chat.tool_formats.known import HERMES
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader

@@ -29,8 +29,8 @@ from tinkercloud_testing.small_models.tool_templates import (
     SPECIAL_TOKENS,
     encoded,
 )
+from tinkercloud_worker.chat.answer_parts import Part, ToolCall
 from tinkercloud_worker.chat.openai_requests import read_chat
-from tinkercloud_worker.chat.parts import Part, ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.chat.tool_formats.known import format_of

@@ -32,7 +32,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound
 from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.storage.dying_store import Death, DyingObstore
-from tinkercloud_worker.checkpoints import durable, parts, tensor_file
+from tinkercloud_worker.checkpoints import durable, tensor_file, upload_parts
 from tinkercloud_worker.checkpoints import store as store_module
 from tinkercloud_worker.checkpoints.store import CheckpointStore, StoreFailed
 
@@ -361,7 +361,7 @@ def a_suspended_manifest(files: dict[str, StoredFile]) -> SuspendedManifest:
 async def test_a_large_file_is_uploaded_in_no_more_parts_than_s3_accepts(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "MOST_PARTS", 3)
+    monkeypatch.setattr(upload_parts, "MOST_PARTS", 3)
     large, small = os.urandom(23 << 20), b"small"
     store = CheckpointStore(open_store(s3))
 
@@ -435,7 +435,7 @@ async def test_no_further_parts_are_requested_after_a_failure(
     store = CheckpointStore(open_store(tmp_path.as_uri()))
     manifest = await store.write(a_manifest(), {"large": b"x" * 500}, overwrite=False)
     failing = FailingObstore()
-    monkeypatch.setattr(parts, "SMALLEST_PART", 1)
+    monkeypatch.setattr(upload_parts, "SMALLEST_PART", 1)
     monkeypatch.setattr(store_module, "obstore", failing)
 
     with pytest.raises(StoreFailed, match="failed or did not respond") as raised:
@@ -443,7 +443,7 @@ async def test_no_further_parts_are_requested_after_a_failure(
     assert "the connection broke" in str(raised.value.__cause__)
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}))
 
-    assert failing.requests == parts.IN_FLIGHT
+    assert failing.requests == upload_parts.IN_FLIGHT
 
 
 @pytest.mark.parametrize(
@@ -480,16 +480,16 @@ async def test_store_errors_have_readable_messages(
 def test_part_sizes_are_within_the_limits_of_s3_for_any_file_size() -> None:
     sizes = [0, 1, 5 << 20, (5 << 20) + 1, 52_428_800_001, 65_520_000_000, 3_246_000_000_000]
     for size in sizes:
-        spans = list(parts.parts(size))
+        spans = list(upload_parts.parts(size))
         lengths = [part.stop - part.start for part in spans]
 
         assert sum(lengths) == size
         assert len(spans) <= 10_000
         assert all(5 << 20 <= length <= 5 << 30 for length in lengths[:-1])
         assert [part.start for part in spans[1:]] == [part.stop for part in spans[:-1]]
-        assert max(lengths, default=0) <= parts.part_size(size)
+        assert max(lengths, default=0) <= upload_parts.part_size(size)
 
 
 def test_parts_in_transfer_take_little_memory_compared_to_the_file() -> None:
     for size in (1, 65_520_000_000, 3_246_000_000_000):
-        assert parts.IN_FLIGHT * parts.part_size(size) <= max(60 << 20, size * 0.0014)
+        assert upload_parts.IN_FLIGHT * upload_parts.part_size(size) <= max(60 << 20, size * 0.0014)

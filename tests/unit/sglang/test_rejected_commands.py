@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tinkercloud_worker.inference.client import InferenceClient, ServerError
 from tinkercloud_worker.inference.sglang.control import TRAINING, SglangControl
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 
 

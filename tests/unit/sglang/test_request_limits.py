@@ -14,8 +14,8 @@ from tinkercloud_worker.engine.sampling.sampler_interface import (
 )
 from tinkercloud_worker.inference.client import InferenceClient, Json, ServerUnreachable
 from tinkercloud_worker.inference.dialect import Dialect
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
-from tinkercloud_worker.inference.sglang.scoring import _PART_CELLS, PromptScoring
+from tinkercloud_worker.inference.sglang.scoring_requests import _PART_CELLS, PromptScoring
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
 
 

@@ -21,12 +21,12 @@ from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.colocation import ColocatedThread
 from tinkercloud_worker.inference.dialect import Dialect
+from tinkercloud_worker.inference.inference_server import InferenceServer
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.sglang import model_support
 from tinkercloud_worker.inference.sglang.control import SglangControl
-from tinkercloud_worker.inference.sglang.dialect import SglangDialect
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.sglang.sglang_dialect import SglangDialect
 from tinkercloud_worker.inference.vllm import VllmDialect
 from tinkercloud_worker.inference.weight_host import WeightHost
 from tinkercloud_worker.inference.weights_folder import WeightsFolder

@@ -1,7 +1,7 @@
 """The page about usage and its cost."""
 
 from datetime import date, timedelta
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Query
 from fastapi.responses import Response
@@ -12,6 +12,7 @@ from tinkercloud_api.console.pages import Session, page_router, show
 from tinkercloud_api.context import Server
 from tinkercloud_api.routes.account import usage_routes
 
+_SCOPE: Literal["accessible"] = "accessible"
 _ROWS = 1000
 """Rows of a table."""
 

@@ -41,8 +41,8 @@ from tinkercloud_protocol.requests.tensors import (
     SampledSequence,
     TopLogprobs,
 )
+from tinkercloud_protocol.wire.body_parts import count_parts
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_protocol.wire.parts import count_parts
 
 COUNTED_BYTES = 5 << 20
 """The parts of longer bodies, which the SDK does not send, are counted before parsing."""

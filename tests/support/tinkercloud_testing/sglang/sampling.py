@@ -23,8 +23,8 @@ from tinkercloud_testing.training.engines import Engine, a_sampling_request
 from tinkercloud_worker.build_sampler import inference_sampler
 from tinkercloud_worker.engine.sampling.sampler_interface import SamplingResult, StopRules
 from tinkercloud_worker.engine.trainer import WeightsCopy
+from tinkercloud_worker.inference.inference_server import InferenceServer
 from tinkercloud_worker.inference.sampler import InferenceSampler
-from tinkercloud_worker.inference.server import InferenceServer
 from tinkercloud_worker.inference.weight_host import HeadWeightHost, WeightHost
 
 MODEL = "tiny/llama"

@@ -32,7 +32,7 @@ from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import TrainingState, WeightsCopy
 from tinkercloud_worker.lora import adapters
 from tinkercloud_worker.model.base_model import TorchBaseModel
-from tinkercloud_worker.model.imported import complete
+from tinkercloud_worker.model.imported_weights import complete
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer
 
 Make = Callable[[], PreTrainedModel]

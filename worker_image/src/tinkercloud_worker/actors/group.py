@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_worker.actors import rank_failures
 from tinkercloud_worker.actors.rank import SALVAGE, Rank, RankAnswer, RankLocation, Worker
-from tinkercloud_worker.actors.tensors import send_through_shared_memory
+from tinkercloud_worker.actors.shared_tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.engine.turns import rank_times
 
@@ -196,7 +196,7 @@ class RankGroup:
     def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 - the method's own result
         """Call a method of the worker object at all ranks, and return the result of rank 0.
 
-        Tensors are passed and returned in shared memory: see `actors.tensors`.
+        Tensors are passed and returned in shared memory: see `actors.shared_tensors`.
 
         Raises:
             RanksLost: a rank died or failed, now or earlier.

@@ -13,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, m
 
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker import logs
-from tinkercloud_worker.actors.tensors import send_through_shared_memory
+from tinkercloud_worker.actors.shared_tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
 
 SALVAGE = "salvage"

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from tinkercloud_protocol.requests.sampling_requests import SamplingParams
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.json_model import Items, Name, WireModel
+from tinkercloud_worker.chat.answer_parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.conversation import (
     MAX_MESSAGES,
     Asked,
@@ -24,7 +25,6 @@ from tinkercloud_worker.chat.conversation import (
     read_fields,
     read_object,
 )
-from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import Function, ToolChoice, rule_of
 from tinkercloud_worker.chat.text import ChatText
 

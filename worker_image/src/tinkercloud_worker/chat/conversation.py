@@ -11,7 +11,7 @@ from tinkercloud_protocol.requests.sampling_requests import Chunk, SamplingParam
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import read_body
 from tinkercloud_protocol.wire.json_model import WireModel, describe
-from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
+from tinkercloud_worker.chat.answer_parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function
 from tinkercloud_worker.chat.text import ChatText, ShownText
 from tinkercloud_worker.chat.thoughts import ThoughtSplitter

@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
+from tinkercloud_worker.chat.answer_parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts
 from tinkercloud_worker.chat.openai_requests import ChatCompletionRequest, CompletionRequest
-from tinkercloud_worker.chat.parts import Part, Thought, ToolCall
 from tinkercloud_worker.chat.text import ChatText
 from tinkercloud_worker.engine.sampling.sampler_interface import SampledToken
 

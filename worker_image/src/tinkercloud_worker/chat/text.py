@@ -15,8 +15,8 @@ from typing import Any
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_worker.chat.answer_parts import suffix_length
 from tinkercloud_worker.chat.exact_values import ExactValues
-from tinkercloud_worker.chat.parts import suffix_length
 from tinkercloud_worker.chat.prompt_limits import check_text
 from tinkercloud_worker.chat.rules.answer_rules import (
     THINK,

@@ -3,7 +3,7 @@
 Before calls it is separated, too, since models draft them there; then it becomes text again.
 """
 
-from tinkercloud_worker.chat.parts import Thought, suffix_length
+from tinkercloud_worker.chat.answer_parts import Thought, suffix_length
 from tinkercloud_worker.chat.rules.answer_rules import THINK, THINK_END, Reasoning
 
 

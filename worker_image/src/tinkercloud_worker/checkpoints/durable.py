@@ -17,8 +17,8 @@ import obstore
 from obstore.store import LocalStore, ObjectStore
 
 from tinkercloud_protocol.heads.checkpoint_manifest import StoredFile
-from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, part_size
 from tinkercloud_worker.checkpoints.tensor_file import Growing
+from tinkercloud_worker.checkpoints.upload_parts import IN_FLIGHT, part_size
 
 
 async def put(store: ObjectStore, key: str, content: bytes | memoryview) -> None:

@@ -26,7 +26,7 @@ from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.checkpoints import tensor_file
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState, WeightsCopy
-from tinkercloud_worker.lora import adapters, imported
+from tinkercloud_worker.lora import adapters, imported_adapters
 
 Files = dict[str, bytes]
 Contents = Mapping[str, bytes | memoryview]
@@ -140,7 +140,7 @@ def files_of_state(manifest: AnyManifest) -> list[str]:
 
 
 def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsCopy:
-    """Decode weights. Those of an imported adapter may lack some (`model.imported`).
+    """Decode weights. Those of an imported adapter may lack some (`model.imported_weights`).
 
     Raises:
         InvalidRequest: the file is not valid safetensors, or is an imported one whose experts do
@@ -151,7 +151,7 @@ def decode_weights(manifest: AnyManifest, files: Contents) -> WeightsCopy:
     adapter = manifest.imported if isinstance(manifest, CheckpointManifest) else None
     if adapter is None or manifest.lora is None:
         return WeightsCopy(manifest.lora, adapters.from_archive_names(tensors))
-    named = imported.from_file(tensors, adapter.scale, manifest.lora.rank)
+    named = imported_adapters.from_file(tensors, adapter.scale, manifest.lora.rank)
     return WeightsCopy(manifest.lora, named)
 
 

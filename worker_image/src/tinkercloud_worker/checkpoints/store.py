@@ -41,9 +41,9 @@ from tinkercloud_protocol.wire.paths import (
     suspended_prefix,
 )
 from tinkercloud_worker.checkpoints import durable
-from tinkercloud_worker.checkpoints.parts import IN_FLIGHT, parts
 from tinkercloud_worker.checkpoints.suspended import EvictedSampler
 from tinkercloud_worker.checkpoints.tensor_file import Growing
+from tinkercloud_worker.checkpoints.upload_parts import IN_FLIGHT, parts
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """The interface to an inference server, independent of its program.
 
 A dialect translates requests into the API of one program, and responses back. What a server loads,
-and which server gets a request, is decided by `server` and `sampler`.
+and which server gets a request, is decided by `inference_server` and `sampler`.
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.engine_scaler import LoadScaler
-from tinkercloud_worker.inference.server import InferenceServer
+from tinkercloud_worker.inference.inference_server import InferenceServer
 from tinkercloud_worker.inference.server_pool import ServerPool
 from tinkercloud_worker.inference.sglang.control import BASE, TRAINING, SglangControl
 from tinkercloud_worker.inference.weights_folder import WeightsFolder

@@ -15,7 +15,7 @@ import structlog
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_worker.inference import routing
 from tinkercloud_worker.inference.client import ServerUnreachable
-from tinkercloud_worker.inference.server import InferenceServer
+from tinkercloud_worker.inference.inference_server import InferenceServer
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoImageProcessor
 from tinkercloud_protocol.requests.image_files import IMAGE_MODEL_TYPES, ImagePart
 from tinkercloud_protocol.requests.tensors import FloatArray, Int32Array
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.vision.decoding import decode
+from tinkercloud_worker.vision.image_decoding import decode
 from tinkercloud_worker.vision.prepared import PreparedImage, PreparedPrompt
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.answer_parts import ToolCall
 
 Members = list[tuple[str, str]]
 """The names of an object's members, and their values as they were written."""

@@ -10,7 +10,7 @@ JSON is an answer.
 import json
 from collections.abc import Collection, Sequence
 
-from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
+from tinkercloud_worker.chat.answer_parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import HEADER, TEXT, json_rule, literal
 from tinkercloud_worker.chat.tool_formats.json_calls import (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tinkercloud_worker.chat.parts import Part, ToolCall, suffix_length
+from tinkercloud_worker.chat.answer_parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.rules.answer_rules import THINK, THINK_END, AnswerRule, Reasoning
 from tinkercloud_worker.chat.rules.lark import HEADER, TEXT, json_rule, literal
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE

@@ -19,7 +19,7 @@ from typing import Any
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_protocol.wire.exact_json import DECODER, has_half
-from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import json_rule, literal
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, JsonEnd, calls_in

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
-from tinkercloud_worker.chat.parts import ToolCall
+from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import literal
 from tinkercloud_worker.chat.tool_formats import xml_values

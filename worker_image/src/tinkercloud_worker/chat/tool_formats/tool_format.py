@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
-from tinkercloud_worker.chat.parts import Part
+from tinkercloud_worker.chat.answer_parts import Part
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 
 

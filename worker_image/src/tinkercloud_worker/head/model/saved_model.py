@@ -9,7 +9,7 @@ from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.model import imported
+from tinkercloud_worker.model import imported_weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,5 +45,5 @@ async def read_checkpoint(backend: Backend, uri: str, *, with_optimizer: bool) -
 
 def _decode(manifest: CheckpointManifest, files: formats.Contents, base_path: str) -> SavedModel:
     state = formats.decode_state(manifest, files)
-    weights = imported.complete(manifest, state.weights, base_path)
+    weights = imported_weights.complete(manifest, state.weights, base_path)
     return SavedModel(replace(state, weights=weights), formats.decode_gradient(manifest, files))

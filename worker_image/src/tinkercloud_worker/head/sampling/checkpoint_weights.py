@@ -9,7 +9,7 @@ from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_worker.checkpoints import formats
 from tinkercloud_worker.engine.trainer import WeightsCopy
 from tinkercloud_worker.head.backend import Backend
-from tinkercloud_worker.model import imported
+from tinkercloud_worker.model import imported_weights
 
 
 async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> tuple[WeightsCopy, int]:
@@ -32,7 +32,7 @@ async def read_to_sample(backend: Backend, spec: SamplerSpec, uri: str) -> tuple
     _check_matches(manifest, spec, backend)
     config = backend.config
     read = await asyncio.to_thread(formats.decode_to_sample, manifest, files, config.trainer.dtype)
-    weights = await asyncio.to_thread(imported.complete, manifest, read, config.model.path)
+    weights = await asyncio.to_thread(imported_weights.complete, manifest, read, config.model.path)
     return weights, manifest.step
 
 

@@ -31,12 +31,12 @@ from tinkercloud_protocol.wire.errors import (
 )
 from tinkercloud_protocol.wire.future_responses import JSON, PROTOBUF
 from tinkercloud_worker.chat import anthropic_messages, openai_requests
+from tinkercloud_worker.chat.answer_parts import Part
 from tinkercloud_worker.chat.anthropic_messages import MessageAnswer
 from tinkercloud_worker.chat.chat_images import model_input
 from tinkercloud_worker.chat.conversation import Asked, Choice, Counts, read_object
 from tinkercloud_worker.chat.grammar.grammars import Grammar, Grammars
 from tinkercloud_worker.chat.openai_answers import ChatAnswer, CompletionAnswer, ScoredToken
-from tinkercloud_worker.chat.parts import Part
 from tinkercloud_worker.chat.prompt_limits import check_body
 from tinkercloud_worker.chat.recorded import RecordedSessions, Turn, datums
 from tinkercloud_worker.chat.text import ChatText

@@ -1,4 +1,4 @@
-"""SGLang engines: requests (`dialect`), memory and base weights (`control`), transfer of weights.
+"""SGLang engines: requests (`sglang_dialect`), memory, base weights (`control`), and transfers.
 
 A `delivery` chooses the transfer method. Modules are imported by their full names only: the name
 `sglang` alone is SGLang's own package.

@@ -14,8 +14,8 @@ from pathlib import Path
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import Json, ServerError, ServerUnreachable
 from tinkercloud_worker.inference.server_modes import ModeSwitch
-from tinkercloud_worker.inference.sglang.dialect import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
+from tinkercloud_worker.inference.sglang.sglang_dialect import RELEASED, SglangDialect
 from tinkercloud_worker.inference.sglang.weights import SglangWeights
 from tinkercloud_worker.inference.weights_folder import WeightsFolder
 

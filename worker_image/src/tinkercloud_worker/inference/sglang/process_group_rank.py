@@ -35,7 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # public, missing 
 
 from tinkercloud_worker.device import accelerator
 from tinkercloud_worker.inference.sender_process import Say, run_sender
-from tinkercloud_worker.inference.sglang.tensors import buckets, flatten
+from tinkercloud_worker.inference.sglang.encoded_tensors import buckets, flatten
 
 Broadcast = Callable[[Tensor], None]
 """Broadcasts bytes to all other ranks; returns once their memory may be reused."""

@@ -21,8 +21,8 @@ from tinkercloud_worker.inference.client import (
     ServerUnreachable,
 )
 from tinkercloud_worker.inference.sglang.delivery import Delivery, TransferMethod
+from tinkercloud_worker.inference.sglang.encoded_tensors import buckets, request_body
 from tinkercloud_worker.inference.sglang.process_group import SglangGroup
-from tinkercloud_worker.inference.sglang.tensors import buckets, request_body
 from tinkercloud_worker.inference.weight_host import WeightHostLost
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 

@@ -29,8 +29,12 @@ from tinkercloud_worker.inference.dialect import (
     reject_alternatives,
     top_logprobs,
 )
-from tinkercloud_worker.inference.sglang.adapters import SglangAdapters
-from tinkercloud_worker.inference.sglang.scoring import PromptScoring, cached_tokens, ranked
+from tinkercloud_worker.inference.sglang.engine_adapters import SglangAdapters
+from tinkercloud_worker.inference.sglang.scoring_requests import (
+    PromptScoring,
+    cached_tokens,
+    ranked,
+)
 from tinkercloud_worker.inference.sglang.sglang_images import (
     check_prompt,
     prompt_fields,
@@ -135,7 +139,7 @@ class SglangDialect:
         return replace(sequence, logprobs=scores.logprobs[length:].tolist(), top=top)
 
     async def score(self, request: SamplingRequest, adapter: str | None) -> PromptScores:
-        """See `Dialect.score`. A long prompt is scored in parts: see `scoring`."""
+        """See `Dialect.score`. A long prompt is scored in parts: see `scoring_requests`."""
         reject_alternatives(request)
         reject_scoring(request)
         scoring = PromptScoring(request)

@@ -10,7 +10,7 @@ from tinkercloud_protocol.adapters.peft import BASE_COPY
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker.engine.trainer import WeightsCopy
-from tinkercloud_worker.lora import imported
+from tinkercloud_worker.lora import imported_adapters
 from tinkercloud_worker.model.architecture import BUILDING, read_architecture
 from tinkercloud_worker.model.weight_files import (
     StoredTensor,
@@ -42,7 +42,7 @@ def complete(manifest: CheckpointManifest, weights: WeightsCopy, path: str) -> W
     with BUILDING:
         targets = read_architecture(path).targets
     own = {name: each for name, each in weights.tensors.items() if name not in copies}
-    return replace(weights, tensors=imported.complete(own, targets, weights.lora))
+    return replace(weights, tensors=imported_adapters.complete(own, targets, weights.lora))
 
 
 def _check_copies(copies: Mapping[str, Tensor], path: str) -> None:

@@ -12,7 +12,7 @@ from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_worker import metrics
 from tinkercloud_worker.inference.client import InferenceClient
 from tinkercloud_worker.inference.sglang.delivery import Delivery
-from tinkercloud_worker.inference.sglang.tensors import request_body
+from tinkercloud_worker.inference.sglang.encoded_tensors import request_body
 from tinkercloud_worker.inference.weights_folder import SavedWeights
 
 _SECONDS = 600.0
