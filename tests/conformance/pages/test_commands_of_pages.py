@@ -264,7 +264,7 @@ def in_this_place(text: str, run: str, places: Mapping[str, str]) -> str:
         **places,
     }
     for pattern, value in own.items():
-        text = re.sub(pattern, lambda _, value=value: value, text)  # type: ignore[misc]
+        text = re.sub(pattern, value, text)
     return text
 
 
