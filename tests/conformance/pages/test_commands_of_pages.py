@@ -104,10 +104,10 @@ ELSEWHERE = {
     ("docs/use/agents.md", r""): f"{CONFORMANCE}/chat/test_agents_page.py",
     ("docs/use/http-api.md", r""): f"{CONFORMANCE}/clients/test_http_page.py",
     ("docs/use/openai.md", r"import|class Flight"): f"{CONFORMANCE}/chat/test_openai_page.py",
+    ("docs/use/own-data.md", r"tinker_cookbook"): "tests/recipes/test_cookbook_recipes.py",
     ("docs/use/own-data.md", r"mlflow|lm_eval|inspect|questions"): (
         "tests/recipes/test_evaluation.py"
     ),
-    ("docs/use/own-data.md", r"tinker_cookbook"): "tests/recipes/test_cookbook_recipes.py",
     ("docs/use/own-data.md", r"import tinker|^def targets|^sampler = "): (
         f"{CONFORMANCE}/clients/test_own_data.py"
     ),
@@ -264,7 +264,7 @@ def in_this_place(text: str, run: str, places: Mapping[str, str]) -> str:
         **places,
     }
     for pattern, value in own.items():
-        text = re.sub(pattern, lambda _, value=value: value, text)  # type: ignore[misc]
+        text = re.sub(pattern, value, text)
     return text
 
 
