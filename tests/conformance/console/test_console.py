@@ -76,7 +76,8 @@ def test_another_site_logs_no_browser_in(server: Server) -> None:
         browser.http.headers["sec-fetch-site"] = site
         assert browser.send("/console/login", {"key": API_KEY}).status_code == status
     del browser.http.headers["sec-fetch-site"]
-    for origin, status in (("null", 403), ("http://evil.example", 403), (server.url, 303)):
+    forged = ("null", "http://evil.example", f"{server.url}.evil.example", f"http://x@{server.url}")
+    for origin, status in (*((each, 403) for each in forged), (server.url, 303)):
         browser.http.headers["origin"] = origin
         assert browser.send("/console/login", {"key": API_KEY}).status_code == status
     # Chromium sends `Origin: null` for forms of a page with the policy no-referrer.
@@ -346,6 +347,27 @@ def test_problems_are_named_with_what_to_do(server: Server, browser: Browser) ->
     assert [each["subject"] for each in printed] == [each["subject"] for each in found]
     page = text(browser.get("/console/problems"))
     assert all(each["remedy"] in page for each in found)
+    times = [each["since"] for each in found]
+    assert times == sorted(times, reverse=True)
+
+
+def test_sessions_are_listed_with_their_runs_as_the_command_lists_them(
+    server: Server, browser: Browser, training: tinker.TrainingClient
+) -> None:
+    session = training.holder.get_session_id()
+    listed = ["sessions", "list", "--all", "--search", session, "--status", "live", "--json"]
+    answer = CliRunner().invoke(app, [*listed, "--base-url", server.url, "--api-key", API_KEY])
+    (printed,) = json.loads(answer.stdout)
+
+    page = browser.get(f"/console/sessions?search={session}")
+
+    assert [each["model_id"] for each in printed["models"]] == [training.model_id]
+    assert f'<a href="/console/runs/{training.model_id}">' in page.text
+    assert f"tinkercloud sessions list --all --search {session}" in page.text
+    assert "<script>" not in page.text
+    assert '<script>alert("x")</script>\ufffd\ufffd' in text(page)
+    stranger = Browser(server).log_in(server.new_key("stranger"))
+    assert session not in text(stranger.get("/console/sessions"))
 
 
 def test_what_a_client_logs_is_on_the_page_of_its_run(

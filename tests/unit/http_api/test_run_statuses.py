@@ -248,7 +248,7 @@ async def test_runs_whose_head_ends_or_has_ended_say_why_and_what_to_do(world: W
     )
     assert ending["remedy"].startswith("wait until its last checkpoint is saved")
     assert lost["remedy"] == "continue it from a checkpoint: tinkercloud runs attach idle"
-    for path in ("/console/runs", "/console/sessions", "/console/runs/idle"):
+    for path in ("/console/runs", "/console/sessions"):
         page = await world.http.get(path)
         assert all(each in page.text for each in (lost["reason"], lost["remedy"])), path
     problems = (await world.http.get("/console/problems")).text
