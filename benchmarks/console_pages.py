@@ -1,4 +1,4 @@
-"""How long the pages of the console take with many runs, and which tables they read whole.
+"""How long the pages of the console and their JSON take with many runs, and which tables they read.
 
     python -m benchmarks.console_pages [--runs 10000] [--points 100]
 
@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from pydantic import SecretStr
@@ -31,6 +31,8 @@ from benchmarks.access import started
 from tinkercloud_api.access.auth import new_key
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import (
+    Program,
+    Project,
     RunPoint,
     Session,
     Table,
@@ -39,9 +41,11 @@ from tinkercloud_api.catalog.schema.tables import (
 )
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
+from tinkercloud_protocol.responses.run_states import RunStatus
 from tinkercloud_testing.serving.providers import OneHead
 
-OWNERS, RUNS_OF_A_SESSION, ROUNDS = 50, 10, 21
+OWNERS, RUNS_OF_A_SESSION, RUNS_OF_A_PROGRAM, ROUNDS = 50, 10, 10, 21
+PROJECT = "research"
 STEPS = {"loss": [4, 4.9, 1.1, 1.4, 0], "grad_norm": [4, 2.0, 0.4, 0.6, 0]}
 _TOKENS = "trained_tokens", "forward_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"
 
@@ -65,20 +69,32 @@ async def measure(folder: Path, runs: int, points: int) -> dict[str, Any]:
 
 
 def paths(runs: int) -> Iterable[str]:
-    """Return the paths of the pages of a catalog with so many runs."""
-    one, two = run_id(runs - 1), run_id(runs - 2)
+    """Return the paths of the pages of a catalog with so many runs, and of the same as JSON."""
+    one, day = run_id(runs - 1), datetime.now(UTC).date()
+    compared = "&".join(f"run={run_id(runs - 1 - each)}" for each in range(8))
     lists = ("runs", "problems", "usage", "models", "programs", "projects", "users", "account")
+    twins = ("problems", "usage", "base_models", "programs", "projects", "users", "auth/apikey/me")
     return (
-        *(f"/console/{name}" for name in lists),
-        "/console/sessions",
+        *(f"/console/{name}" for name in (*lists, "sessions", "playground")),
         "/console/sessions?status=waiting",
         "/console/runs?search=s9",
-        "/console/runs?status=waiting",
-        "/console/runs?status=suspended",
+        "/console/runs?search=nothing+has+this+name",
+        *(f"/console/runs?status={status}" for status in get_args(RunStatus)),
+        f"/console/usage?month={day:%Y-%m}",
         "/console/users/bootstrap",
+        f"/console/programs/{program_id(0)}",
+        f"/console/projects/{PROJECT}",
         f"/console/runs/{one}",
         f"/console/runs/{one}/surplus_checkpoints?keep=1",
-        f"/console/compare?run={one}&run={two}",
+        f"/console/compare?{compared}",
+        *(f"/api/v1/{name}" for name in twins),
+        "/api/v1/runs?access_scope=accessible&limit=100",
+        f"/api/v1/usage/month?month={day:%Y-%m}",
+        "/api/v1/users/bootstrap/keys",
+        f"/api/v1/programs/{program_id(0)}",
+        f"/api/v1/projects/{PROJECT}",
+        *(f"/api/v1/runs/{one}{part}" for part in ("", "/curve", "/samples", "/timeline")),
+        f"/api/v1/runs/{one}/surplus_checkpoints?keep=1",
     )
 
 
@@ -88,8 +104,10 @@ async def logged_in(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     key = new_key()
     settings = settings.model_copy(update={"bootstrap_key": SecretStr(key)})
     async with started(Application(settings, OneHead())) as app:
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        transport, headers = httpx.ASGITransport(app=app), {"X-API-Key": key}
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://t", headers=headers
+        ) as client:
             await log_in(client, key)
             yield client
 
@@ -167,10 +185,13 @@ async def fill(url: str, runs: int, points: int) -> None:
     rows: list[tuple[Any, Callable[[int], list[dict[str, Any]]]]] = [
         (Session, lambda number: [] if number % RUNS_OF_A_SESSION else [session(number, now)]),
         (TrainingRun, lambda number: [run(number, now)]),
-        (UsageHour, lambda number: [usage(number)]),
+        (UsageHour, lambda number: [usage(number, now)]),
+        (Program, lambda number: [] if number % RUNS_OF_A_PROGRAM else [program(number, now)]),
         (RunPoint, lambda number: [point(number, each, now) for each in range(points)]),
     ]
     async with engine.begin() as db:
+        project = {"id": PROJECT, "name": PROJECT, "created_at": now, "created_by": owner(0)}
+        await db.execute(insert(Project), [project])
         for table, made in rows:
             for start in range(0, runs, 100):
                 some = [
@@ -206,9 +227,29 @@ def run(number: int, now: datetime) -> dict[str, Any]:
     }
 
 
-def usage(number: int) -> dict[str, Any]:
+def program_id(number: int) -> str:
+    return f"program-{number // RUNS_OF_A_PROGRAM}"
+
+
+def program(number: int, now: datetime) -> dict[str, Any]:
+    return {
+        "id": program_id(number),
+        "owner": owner(number),
+        "name": program_id(number),
+        "module": "train",
+        "args": [],
+        "phase": "Succeeded",
+        "progress": {},
+        "created_at": now,
+    }
+
+
+def usage(number: int, now: datetime) -> dict[str, Any]:
     names = {"model_id": run_id(number), "session_id": run_id(number).partition(":")[0]}
-    amounts = {"hour": 490_000 + number % 500, "engine_seconds": 1.0} | dict.fromkeys(_TOKENS, 9)
+    amounts = {
+        "hour": int(now.timestamp()) // 3600 - number % 500,
+        "engine_seconds": 1.0,
+    } | dict.fromkeys(_TOKENS, 9)
     common = {"generation": "g", "owner": owner(number), "base_model": "tiny/llama"}
     return {**names, **amounts, **common}
 

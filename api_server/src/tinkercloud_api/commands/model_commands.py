@@ -189,7 +189,7 @@ def list_pools(
         if not clusters and not as_json:
             typer.echo("No pool has a cluster now.")
             return
-        rows = clusters if as_json else list(map(cluster_row, clusters))
+        rows = [each if as_json else cluster_row(each) for each in clusters]
         show(rows, _CLUSTER_COLUMNS, as_json=as_json)
 
     watch(draw, again=again)

@@ -363,12 +363,8 @@ class KubernetesProvider(SessionProvider):
 
     def clusters(self) -> Mapping[str, str]:
         """See `SessionProvider.clusters`."""
-        placed = [each.spec for each in self._sessions.objects()]
-        return {
-            each.model_id: each.pool_cluster
-            for each in placed
-            if each.model_id and each.pool_cluster
-        }
+        found = {s.spec.model_id: s.spec.pool_cluster for s in self._sessions.objects()}
+        return {run: cluster for run, cluster in found.items() if run and cluster}
 
     def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
         """See `SessionProvider.cluster_of`."""
