@@ -479,7 +479,7 @@ def test_a_month_is_printed_with_costs_of_four_decimals_and_exported_with_all(
 
 @pytest.mark.parametrize("by", ["project", "key"])
 def test_small_costs_are_exported_as_decimals(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = dict.fromkeys(BilledUsage.model_fields, 1)
+    row: dict[str, object] = dict.fromkeys(BilledUsage.model_fields, 1)
     row |= {"cost": 0.000012, "storage_gib_months": 1e-06, "key_name": 'at "1e-05"'}
     answer = {"usage": [row], "total": 1.2e-05, "currency": "EUR"}
     monkeypatch.setattr(usage_commands, "request", lambda *_: answer)

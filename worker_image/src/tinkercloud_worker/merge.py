@@ -120,7 +120,8 @@ def main() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.showwarning = _warn
     try:
-        merge(*map(Path, sys.argv[1:4]), report=partial(print, flush=True))
+        model, adapter, folder = map(Path, sys.argv[1:4])
+        merge(model, adapter, folder, partial(print, flush=True))
     except CannotMergeError as error:
         sys.exit(str(error))
 
