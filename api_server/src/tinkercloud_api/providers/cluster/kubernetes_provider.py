@@ -71,14 +71,12 @@ log = structlog.get_logger(__name__)
 class KubernetesProvider(SessionProvider):
     """Session heads in pods."""
 
-    WATCHES: Mapping[str, Callable[[Self], Coroutine[Any, Any, None]]] = MappingProxyType(
-        {
-            "watch sessions": lambda self: self._sessions.run(),
-            "watch base models": lambda self: self._base_models.run(),
-            "watch tenants": lambda self: self._tenants.run(),
-        }
+    WATCHES: tuple[tuple[str, Callable[[Self], Coroutine[Any, Any, None]]], ...] = (
+        ("watch sessions", lambda self: self._sessions.run()),
+        ("watch base models", lambda self: self._base_models.run()),
+        ("watch tenants", lambda self: self._tenants.run()),
     )
-    """What runs as long as the provider, by name of its task. Used heads have leases as well."""
+    """Name and coroutine of each task as long as the provider runs. Used heads have leases too."""
     SHUTDOWN: tuple[Callable[[Self], Awaitable[None]], ...] = (
         lambda self: self._end_watches(),
         lambda self: self._activity_annotator.stop(),
@@ -122,8 +120,7 @@ class KubernetesProvider(SessionProvider):
         self._endpoints = HeadEndpoints(self._api, self._client, record_report, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)
-        for name, run in self.WATCHES.items():
-            self._watching.append(asyncio.create_task(run(self), name=name))
+        self._watching += [asyncio.create_task(run(self), name=name) for name, run in self.WATCHES]
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
         try:
             await self._sessions.is_filled.wait()
