@@ -28,7 +28,7 @@ from tinkercloud_testing.storage.state_of_release import (
     unpack,
 )
 
-(ARCHIVE,) = (Path(__file__).parents[2] / "data" / "states").glob("*.tar.xz")
+(ARCHIVE,) = (Path(__file__).parents[2] / "data" / "states").glob("*[0-9].tar.xz")
 
 
 @pytest.fixture(scope="module")

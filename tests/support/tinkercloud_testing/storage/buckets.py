@@ -65,6 +65,18 @@ class Bucket:
             obstore.put(self._store, f"{prefix}/{path.relative_to(folder)}", path)
         return self.url(prefix)
 
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the files in a folder of it, and in the folders in that."""
+        found = [each for page in obstore.list(self._store, f"{prefix}/") for each in page]
+        return [each["path"].removeprefix(f"{prefix}/") for each in found]
+
+    def copy(self, prefix: str, folder: Path) -> None:
+        """Download a folder of it."""
+        for name in self.names(prefix):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(obstore.get(self._store, f"{prefix}/{name}").bytes())
+
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
         """Let nothing listen at its address during a block; nothing is lost."""

@@ -98,13 +98,18 @@ def make(archive: Path) -> Expected:
         model = save(tiny_llama(), folder / "model")
         with a_server(folder / "state", {MODEL: model}, SETTINGS) as server:
             expected = _train(server)
-        _clean(folder / "state")
+        leave_out_processes(folder / "state")
         (folder / "expected.json").write_text(json.dumps(asdict(expected), indent=2))
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(archive, "w:xz") as packed:
-            for name in ("model", "state", "expected.json"):
-                packed.add(folder / name, name)
+        pack(archive, folder, "model", "state", "expected.json")
     return expected
+
+
+def pack(archive: Path, folder: Path, *names: str) -> None:
+    """Write an archive of files and folders of a folder."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:xz") as packed:
+        for name in names:
+            packed.add(folder / name, name)
 
 
 def unpack(archive: Path, folder: Path) -> Expected:
@@ -157,7 +162,8 @@ def _a_run(server: Server) -> tinker.TrainingClient:
     return training
 
 
-def _clean(state: Path) -> None:
+def leave_out_processes(state: Path) -> None:
+    """Delete what only processes of this machine use from the state folder of a killed server."""
     for pattern in _OF_PROCESSES:
         for path in state.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
