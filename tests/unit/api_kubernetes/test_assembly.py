@@ -141,7 +141,7 @@ async def test_a_server_with_pods_as_heads_has_all_watches_and_takes_all_steps_o
     assert started == named(STARTUP)
     assert stopped[: len(SHUTDOWN)] == named(SHUTDOWN)
     assert not still_running
-    assert {name for name, _ in provider.WATCHES} == {name for name, _ in WATCHES}
+    assert {*provider.watches()} == {name for name, _ in WATCHES}
     # The steps before `ActivityAnnotator.stop` are those of other lists, and the end of the watches
     # is seen otherwise.
-    assert len(provider.SHUTDOWN) == len(SHUTDOWN[2:]) + len(["watches"])
+    assert len(provider.shutdown_steps()) == len(SHUTDOWN[2:]) + len(["watches"])

@@ -131,13 +131,13 @@ def _leave_requests(server: Server, bucket: Bucket, idle: Run) -> Expected:
         numbers.append(Run.of(training).sent + 1)
         training.forward_backward([a_datum()], "cross_entropy")
         training.optim_step(ADAM)
-    sent = training._request_id_counter
-    wait_until(lambda: training._turn_counter == sent, "the confirmation of all requests")
+    killed = Run.of(training)
+    wait_until(
+        lambda: vars(training)["_turn_counter"] == killed.sent, "the confirmation of all requests"
+    )
     _kill(server)
-    later = [
-        name for name in bucket.names(STORE) if name.startswith(_autosave(training, STEPS + 1))
-    ]
-    assert not later, "the head was faster than this program"
+    later = f"{_autosave(killed, STEPS + 1)}/manifest.json"
+    assert later not in bucket.names(STORE), "the head was faster than this program"
     return Expected(
         release=release,
         idle=idle,

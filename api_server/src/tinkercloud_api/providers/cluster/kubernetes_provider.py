@@ -16,7 +16,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import structlog
 
@@ -71,22 +71,6 @@ log = structlog.get_logger(__name__)
 class KubernetesProvider(SessionProvider):
     """Session heads in pods."""
 
-    WATCHES: tuple[tuple[str, Callable[[Self], Coroutine[Any, Any, None]]], ...] = (
-        ("watch sessions", lambda self: self._sessions.run()),
-        ("watch base models", lambda self: self._base_models.run()),
-        ("watch tenants", lambda self: self._tenants.run()),
-    )
-    """Name and coroutine of each task as long as the provider runs. Used heads have leases too."""
-    SHUTDOWN: tuple[Callable[[Self], Awaitable[None]], ...] = (
-        lambda self: self._end_watches(),
-        lambda self: self._activity_annotator.stop(),
-        lambda self: self._durability.stop(),
-        lambda self: self._endpoints.stop(),
-        lambda self: self._client.close(),
-        lambda self: self._api.close(),
-    )
-    """The steps of `stop`, in order."""
-
     def __init__(
         self,
         namespace: str,
@@ -120,7 +104,8 @@ class KubernetesProvider(SessionProvider):
         self._endpoints = HeadEndpoints(self._api, self._client, record_report, self._durability)
         self._activity_annotator = ActivityAnnotator(self._api)
         self._tenants = KnownTenants(self._api)
-        self._watching += [asyncio.create_task(run(self), name=name) for name, run in self.WATCHES]
+        watches = self.watches().items()
+        self._watching += [asyncio.create_task(run(), name=name) for name, run in watches]
         log.info("waiting for the Kubernetes API", namespace=self._namespace)
         try:
             await self._sessions.is_filled.wait()
@@ -131,8 +116,22 @@ class KubernetesProvider(SessionProvider):
 
     async def stop(self) -> None:
         """See `SessionProvider.stop`. Sessions keep running for other replicas and processes."""
-        for step in self.SHUTDOWN:
-            await step(self)
+        for step in self.shutdown_steps():
+            await step()
+
+    def watches(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        """Return what runs as long as the provider, by name of its task."""
+        return {
+            "watch sessions": self._sessions.run,
+            "watch base models": self._base_models.run,
+            "watch tenants": self._tenants.run,
+        }
+
+    def shutdown_steps(self) -> Sequence[Callable[[], Awaitable[None]]]:
+        """Return the steps of `stop`, in order."""
+        connections = (self._client.close, self._api.close)
+        writers = (self._activity_annotator.stop, self._durability.stop)
+        return (self._end_watches, *writers, self._endpoints.stop, *connections)
 
     async def _end_watches(self) -> None:
         for task in self._watching:
