@@ -239,10 +239,11 @@ def a_run(server: Server, key: str = API_KEY) -> tinker.TrainingClient:
     """Return a run that has the checkpoints which the pages name."""
     training = server.client(key).create_lora_training_client(CHAT_MODEL, rank=4).result()
     step(training)
-    saved = [training.save_state(name) for name in ("NAME", "old")]
-    saved += [training.save_weights_for_sampler(each) for each in ("NAME", "final", "step-24")]
-    for each in (*saved, training.save_weights_external("NAME")):
-        each.result()
+    for name in ("NAME", "old"):
+        training.save_state(name).result()
+    for name in ("NAME", "final", "step-24"):
+        training.save_weights_for_sampler(name).result()
+    training.save_weights_external("NAME").result()
     return training
 
 

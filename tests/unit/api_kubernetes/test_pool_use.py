@@ -60,7 +60,7 @@ def test_a_pool_has_the_counts_that_the_operator_has_written_and_each_of_its_clu
     pool |= {"slotsByCluster": {"pool-a": 4}, "gpus": 8, "fromTheFuture": 1}
     read = read_base_model({**BASE_MODEL, "status": {"pool": pool}})
     starting = a_cluster("pool-b", conditions=[a_condition("False", "Provisioning")])
-    idle = {"gpus": 4, "idleSince": "2026-11-01T10:30:00Z"}
+    idle: dict[str, Any] = {"gpus": 4, "idleSince": "2026-11-01T10:30:00Z"}
     serving = a_cluster("pool-a", conditions=[a_condition("True", "Ready")], **idle)
     runs = [a_run("one", "pool-a"), a_run("two", "pool-a"), a_run("three", "pool-b")]
 

@@ -19,7 +19,7 @@ from aiohttp import web
 
 from tinkercloud_operator import __main__ as process
 from tinkercloud_operator.__main__ import SHUTDOWN, STARTUP
-from tinkercloud_operator.run import term
+from tinkercloud_operator.run import handlers, term
 from tinkercloud_operator.run.controller import Controller
 from tinkercloud_operator.run.leader import Leadership
 from tinkercloud_operator.run.probes import Probes
@@ -108,7 +108,7 @@ class Followed:
 
             monkeypatch.setattr(owner, name, noting)
 
-        serve, watch = Probes.serve, term.watch
+        serve, watch = Probes.serve, handlers.watch
         on_event, on_heartbeat = Controller.on_event, Probes.on_heartbeat
 
         async def serving(probes: Probes) -> web.AppRunner:

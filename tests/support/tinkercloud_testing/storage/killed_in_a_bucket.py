@@ -14,7 +14,6 @@ import signal
 import sys
 import tarfile
 import tempfile
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,11 +93,11 @@ def unpack(archive: Path, folder: Path) -> Expected:
     with tarfile.open(archive) as packed:
         packed.extractall(folder, filter="data")
     content = json.loads((folder / "expected.json").read_text())
-    runs = {name: Run(**content.pop(name)) for name in ("idle", "killed")}
-    return Expected(**runs, **content)
+    idle, killed = (Run(**content.pop(name)) for name in ("idle", "killed"))
+    return Expected(idle=idle, killed=killed, **content)
 
 
-def _imports_from(tree: Path | None) -> Mapping[str, str]:
+def _imports_from(tree: Path | None) -> dict[str, str]:
     if tree is None:
         return {}
     return {"PYTHONPATH": os.pathsep.join(map(str, sorted(tree.resolve().glob("*/src"))))}
@@ -123,14 +122,15 @@ def _leave_requests(server: Server, bucket: Bucket, idle: Run) -> Expected:
     next_losses = [step(uninterrupted) for _ in range(STEPS)]
     training = _a_run(server)
     # They keep the head busy until it is killed.
+    sent: list[object] = []
     for _ in range(_LONG_REQUESTS):
-        training.forward([_LONG_TEXT] * _TEXTS_OF_LONG_REQUESTS, "cross_entropy")
+        sent += [training.forward([_LONG_TEXT] * _TEXTS_OF_LONG_REQUESTS, "cross_entropy")]
     numbers = []
     for _ in range(NUM_WAITING):
         # Their numbers begin with 1.
         numbers.append(Run.of(training).sent + 1)
-        training.forward_backward([a_datum()], "cross_entropy")
-        training.optim_step(ADAM)
+        sent += [training.forward_backward([a_datum()], "cross_entropy")]
+        sent += [training.optim_step(ADAM)]
     killed = Run.of(training)
     wait_until(
         lambda: vars(training)["_turn_counter"] == killed.sent, "the confirmation of all requests"

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -87,7 +88,12 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
             keys[owner] = new_key()
             digest = hash_key(keys[owner])
             await catalog.add_key(key_hash=digest, name=owner, owner=owner, role=Role.USER)
-            names = {"id": f"s-{owner}", "owner": owner, "sdk_version": "1", "tags": []}
+            names: dict[str, Any] = {
+                "id": f"s-{owner}",
+                "owner": owner,
+                "sdk_version": "1",
+                "tags": [],
+            }
             await catalog.add_session(Session(**names, user_metadata={}))
             run = TrainingRun(
                 id=f"of-{owner}",

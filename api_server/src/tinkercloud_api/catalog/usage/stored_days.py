@@ -5,6 +5,7 @@ A checkpoint that was deleted in a month still counts for the days before.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -98,8 +99,8 @@ class StoredDays(Statements):
         async with self._reading() as db:
             rows = (await db.execute(query)).all()
         return [
-            StoredBytes(who, None, base_model, int(size), day=third)
+            StoredBytes(who, None, base_model, int(size), day=cast("int", third))
             if by_day
-            else StoredBytes(who, third or None, base_model, int(size))
+            else StoredBytes(who, cast("str", third) or None, base_model, int(size))
             for who, third, base_model, size in rows
         ]

@@ -59,7 +59,7 @@ from tinkercloud_crds import labels
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantUsage
 from tinkercloud_kube import errors
-from tinkercloud_kube.client import Client, ObjectRef
+from tinkercloud_kube.client import Client
 from tinkercloud_kube.informer import Informer, pause_seconds
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
@@ -278,7 +278,7 @@ class KubernetesProvider(SessionProvider):
             self._activity_annotator.touch(session)
             return await self._endpoints.resolve(serving, state)
         if isinstance(state, Ended):
-            await self._replace(placement, session, state)
+            await self._placed.remove_ended(placement, session, state)
             return None
         self._activity_annotator.wake(session)
         return None
@@ -293,33 +293,6 @@ class KubernetesProvider(SessionProvider):
         with suppress(errors.AlreadyExists):
             await self._api.create(manifest, is_strict=True)
         log.info("TrainingSession created", session=name_of(placement), target=placement.target)
-
-    async def _replace(
-        self, placement: Placement, session: TrainingSessionView, state: Ended
-    ) -> None:
-        """Delete an ended session that never ran, or that can be replaced (samplers).
-
-        A session that was reported to its client as failed must not start later.
-        """
-        if not isinstance(state.error, StateLost):
-            await self._withdraw(placement, session)
-            raise state.error
-        if placement.model is not None:
-            raise state.error
-        if not session.is_deleted:
-            await self._delete(session)
-
-    async def _withdraw(self, placement: Placement, session: TrainingSessionView) -> None:
-        """Delete a failed session, unless it has run or was declared by somebody else."""
-        is_declared = placement.options.session is not None
-        if is_declared or session.is_deleted or session.incarnation is not None:
-            return
-        await self._delete(session)
-
-    async def _delete(self, session: TrainingSessionView) -> None:
-        """Delete a session, unless a newer one has its name by now."""
-        with suppress(errors.Conflict):
-            await self._api.delete(ObjectRef("TrainingSession", session.name), session.uid)
 
     def pending(self, placement: Placement) -> Pending:
         """See `SessionProvider.pending`."""
@@ -428,7 +401,7 @@ class KubernetesProvider(SessionProvider):
         if session is None:
             return
         try:
-            await self._delete(session)
+            await self._placed.delete(session)
         except errors.KubernetesError as error:
             raise Unavailable(wire_error(error).message) from None
         self._sessions.forget(session.name)

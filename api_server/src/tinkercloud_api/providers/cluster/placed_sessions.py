@@ -1,6 +1,7 @@
 """Finds the TrainingSessions that serve runs and samplers, among those of an informer's copy."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
@@ -9,6 +10,7 @@ from tinkercloud_api.providers.base import Placement
 from tinkercloud_api.providers.cluster import session_spec
 from tinkercloud_api.providers.cluster.cluster_errors import wire_error
 from tinkercloud_api.providers.cluster.session_status import (
+    Ended,
     Readiness,
     Ready,
     TrainingSessionView,
@@ -19,7 +21,7 @@ from tinkercloud_crds.training_session import SERVING_ROLES
 from tinkercloud_kube import errors
 from tinkercloud_kube.client import Client, ObjectRef
 from tinkercloud_kube.informer import Informer
-from tinkercloud_protocol.wire.errors import Unavailable
+from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_protocol.wire.json_model import describe
 
 
@@ -117,6 +119,36 @@ class PlacedSessions:
         finally:
             for task in waiting:
                 task.cancel()
+
+    async def remove_ended(
+        self, placement: Placement, session: TrainingSessionView, state: Ended
+    ) -> None:
+        """Delete an ended session that never ran, or that can be replaced (samplers).
+
+        A session that was reported to its client as failed must not start later.
+
+        Raises:
+            WireError: why it has ended, unless it can be replaced.
+            KubernetesError: it could not be deleted.
+        """
+        if not isinstance(state.error, StateLost):
+            is_declared = placement.options.session is not None
+            if not (is_declared or session.is_deleted or session.incarnation is not None):
+                await self.delete(session)
+            raise state.error
+        if placement.model is not None:
+            raise state.error
+        if not session.is_deleted:
+            await self.delete(session)
+
+    async def delete(self, session: TrainingSessionView) -> None:
+        """Delete a session, unless a newer one has its name by now.
+
+        Raises:
+            KubernetesError: it could not be deleted.
+        """
+        with suppress(errors.Conflict):
+            await self.api.delete(ObjectRef("TrainingSession", session.name), session.uid)
 
 
 def name_of(placement: Placement, session: TrainingSessionView | None = None) -> str:

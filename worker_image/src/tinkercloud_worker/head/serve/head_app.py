@@ -29,7 +29,6 @@ from tinkercloud_protocol.heads.head_messages import (
     SaveModel,
 )
 from tinkercloud_protocol.heads.launch import (
-    HeldModels,
     Limits,
     ModelSpec,
     SamplerSpec,
@@ -355,10 +354,7 @@ class HeadApp:
         return Response(Engines(engines=needed).model_dump_json().encode())
 
     async def _models(self, _request: Request) -> Response:
-        capacity = self._lifecycle.backend.trainer.capacity
-        free_bytes = capacity.free_bytes if capacity is not None else None
-        held = HeldModels(models=self._service.held(), free_bytes=free_bytes)
-        return Response(held.model_dump_json().encode())
+        return Response(self._lifecycle.held_models().model_dump_json().encode())
 
     async def _timeline(self, request: Request) -> Response:
         timeline = self._service.timeline(_resource(request))

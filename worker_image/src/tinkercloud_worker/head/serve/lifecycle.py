@@ -22,7 +22,7 @@ from pathlib import Path
 
 import structlog
 
-from tinkercloud_protocol.heads.launch import Timings
+from tinkercloud_protocol.heads.launch import HeldModels, Timings
 from tinkercloud_protocol.heads.object_store import open_store
 from tinkercloud_protocol.heads.owner_limits import OwnerLimits
 from tinkercloud_protocol.wire.errors import NotFound, Unavailable
@@ -172,6 +172,16 @@ class Lifecycle:
         drained.cancel()
         if not self._ready.is_set():
             raise Unavailable("this session head is stopping")
+
+    def held_models(self) -> HeldModels:
+        """Return the models of the head, and the memory that is free for more, if it is bounded.
+
+        Raises:
+            Unavailable: the engine is still loading.
+        """
+        capacity = self.backend.trainer.capacity
+        free_bytes = capacity.free_bytes if capacity is not None else None
+        return HeldModels(models=self.service.held(), free_bytes=free_bytes)
 
     async def needed_engines(self, engines: int) -> int:
         """Return how many engines are needed if `engines` exist; see `EngineScaler.needed`.
