@@ -14,22 +14,23 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, declares, names_no_object
 from tinkercloud_api.access.roles import Role
+from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointSearch
 from tinkercloud_api.console.pages import Sent, Session, page_router, read, show
 from tinkercloud_api.console.questions import PATHS, Kind, answer_of, body_of
 from tinkercloud_api.context import Context, Server
 from tinkercloud_api.providers.head_http_client import HeadUnreachable
-from tinkercloud_api.routes.checkpoints import run_routes
 from tinkercloud_api.routes.models import chat_routes
 from tinkercloud_api.routes.requests.call import Call
 from tinkercloud_api.web.asgi_http import HotRequest
 from tinkercloud_protocol.wire.asgi import Message
 from tinkercloud_protocol.wire.errors import WireError
 from tinkercloud_protocol.wire.json_model import Name
+from tinkercloud_protocol.wire.paths import CheckpointKind
 
 _SECONDS = 60.0
 """How long a browser waits for answers at most."""
 _CHECKPOINTS = 500
-"""Checkpoints that are looked at, the newest first."""
+"""Checkpoints to choose from, the newest."""
 _MAX_TOKENS = 512
 _SHORT = 200
 """Characters of a prompt that the command in the foot of the page has at most."""
@@ -120,16 +121,18 @@ async def _shown(
     answers: Sequence[_Answer],
     command: str,
 ) -> Response:
-    saved = await run_routes.list_checkpoints(server, session.caller, _CHECKPOINTS, 0, "accessible")
+    saved = await server.checkpoints.search(
+        CheckpointSearch(
+            visible=session.caller.visible("accessible"),
+            kind=CheckpointKind.SAMPLER,
+            limit=_CHECKPOINTS,
+        )
+    )
     return await show(
         "playground.html",
         session=session,
         models=[model.name for model in server.provider.models()],
-        checkpoints=[
-            each.tinker_path
-            for each in saved.checkpoints
-            if each.checkpoint_type == "sampler" and each.damage is None
-        ],
+        checkpoints=[each.tinker_path for each in saved],
         may_ask=session.caller.role is not Role.READ_ONLY,
         max_tokens=_MAX_TOKENS,
         sent={**_BLANK, **sent},

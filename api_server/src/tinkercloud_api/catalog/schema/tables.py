@@ -308,6 +308,7 @@ class Checkpoint(Table):
     __table_args__ = (
         Index("checkpoints_by_owner", "owner", "created_at"),
         Index("checkpoints_to_index", "is_indexed"),
+        Index("checkpoints_newest", "created_at"),
     )
 
     run_id: Mapped[str] = mapped_column(primary_key=True)
