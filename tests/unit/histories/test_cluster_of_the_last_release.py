@@ -1,7 +1,7 @@
 """The operator continues the objects that the operator of the last release has left.
 
 `tests/data/clusters` has one archive, named after the release whose operator made it
-(`tinkercloud_testing.simulation.cluster_of_release`).
+(`tinkercloud_testing.storage.cluster_of_release`).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ import yaml
 from tinkercloud_crds import labels
 from tinkercloud_crds.generate import KINDS, definition
 from tinkercloud_testing.simulation.api_server import ApiServer
-from tinkercloud_testing.simulation.cluster_of_release import READY, SEED, SUSPENDED, WAITING
+from tinkercloud_testing.storage.cluster_of_release import READY, SEED, SUSPENDED, WAITING
 from tinkercloud_testing.simulation.connection import Network
 from tinkercloud_testing.simulation.heads import Disk, Head, HeadSpeed
 from tinkercloud_testing.simulation.kuberay import KubeRay

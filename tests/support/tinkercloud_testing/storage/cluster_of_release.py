@@ -1,6 +1,6 @@
 """The objects that the operator of a release leaves in a cluster: made by it, continued by tests.
 
-`python -m tinkercloud_testing.simulation.cluster_of_release FILE`, with `tests/support` in
+`python -m tinkercloud_testing.storage.cluster_of_release FILE`, with `tests/support` in
 `PYTHONPATH`, runs this tree's operator in a simulated cluster and writes the stored objects to
 `FILE`. For the operator of another tree, run this file itself (`python -P`) with the tree's
 `tests/support` and `*/src` in `PYTHONPATH`.
