@@ -21,7 +21,6 @@ import yaml
 from tinkercloud_crds import labels
 from tinkercloud_crds.generate import KINDS, definition
 from tinkercloud_testing.simulation.api_server import ApiServer
-from tinkercloud_testing.storage.cluster_of_release import READY, SEED, SUSPENDED, WAITING
 from tinkercloud_testing.simulation.connection import Network
 from tinkercloud_testing.simulation.heads import Disk, Head, HeadSpeed
 from tinkercloud_testing.simulation.kuberay import KubeRay
@@ -35,6 +34,7 @@ from tinkercloud_testing.simulation.virtual_time import (
     run_virtually,
     until,
 )
+from tinkercloud_testing.storage.cluster_of_release import READY, SEED, SUSPENDED, WAITING
 
 Json = dict[str, Any]
 
