@@ -25,7 +25,7 @@ from tinkercloud_api.commands.common.shared import (
     watch,
 )
 from tinkercloud_api.config.model_places import PlaceError, absolute
-from tinkercloud_api.config.readable import binary_size
+from tinkercloud_api.config.readable import binary_size, moment
 
 app = typer.Typer(
     help="List, add and remove the base models of a running server.", no_args_is_help=True
@@ -230,11 +230,11 @@ def clusters_of(
         {
             "model_name": model["model_name"],
             **cluster,
-            "runs": [run for run in there if run["cluster"] == cluster["name"]],
+            "runs": [run for run in there if run.get("cluster") == cluster["name"]],
         }
         for model in models
         if model["pool"] is not None
-        for cluster in model["pool"]["by_cluster"]
+        for cluster in model["pool"].get("by_cluster", ())
     ]
 
 
@@ -250,7 +250,7 @@ def cluster_row(cluster: dict[str, Any]) -> dict[str, object]:
         "memory": "" if memory is None else binary_size(memory),
         "free": "" if free is None else binary_size(free),
         "gpus": cluster["gpus"],
-        "idle since": cluster["idle_since"] or "",
+        "idle since": moment(cluster["idle_since"]),
         "gpu hours idle": f"{cluster['idle_gpu_hours']:.5g}",
         "owners": ", ".join(f"{owner}: {number}" for owner, number in sorted(owners.items())),
     }

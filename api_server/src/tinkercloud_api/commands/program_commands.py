@@ -23,6 +23,7 @@ from tinkercloud_api.commands.common.shared import (
     show,
     watch,
 )
+from tinkercloud_api.config.readable import moment
 
 _OVERLAP = 80
 """Characters by which two readings of the output of a program are joined."""
@@ -166,7 +167,10 @@ def show_rewards(
             fail(f"program {program} has not named the run that it trains, so no reward is kept")
         curve = request("GET", base_url, api_key, f"runs/{quote(run, safe=':')}/curve")
         rewards = curve["logged"].get("reward", [])
-        rows = [{**each, "reward": f"{each['value']:.5g}"} for each in rewards]
+        rows = [
+            {**each, "reward": f"{each['value']:.5g}", "time": moment(each["time"])}
+            for each in rewards
+        ]
         show(rewards if as_json else rows, ["step", "reward", "time"], as_json=as_json)
 
     watch(draw, again=again)

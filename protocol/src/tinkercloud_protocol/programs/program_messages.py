@@ -109,7 +109,7 @@ class ProgramProgress(WireModel):
     A report replaces the earlier one, but a field that is absent keeps its value.
     """
 
-    step: Annotated[int, Field(ge=0)] | None = None
+    step: Annotated[int, Field(ge=0, lt=1 << 53)] | None = None
     """Number of finished steps."""
     total_steps: Annotated[int, Field(ge=0)] | None = None
     reward: float | None = None

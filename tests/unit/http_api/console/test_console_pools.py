@@ -131,6 +131,6 @@ async def test_the_page_shows_slots_memory_idle_hours_and_who_is_where(world: Wo
     first, second = clusters.partition("<tbody>")[2].split("</tr>")[:2]
     for part in ("pool-a", "2 of 2", "6.0 MiB", "10.0 MiB", "of-ann", "of-bob"):
         assert part in first, part
-    for part in ("pool-b", "0 of 8", "2026-11-01 10:30:00 UTC", "3.5"):
+    for part in ("pool-b", "0 of 8", "2026-11-01T10:30:00Z", "3.5"):
         assert part in second, part
     assert "of-" not in second
