@@ -128,7 +128,7 @@ publish: ## push images, bills of materials and charts to REGISTRY, such as ghcr
 	@$(BIN)/python tools/release/publish.py $(REGISTRY)
 
 scale: cluster-programs ## measure the operator with 1,000 sessions on simulated nodes
-	@$(BIN)/python -m benchmarks.operator_scale
+	@$(BIN)/python -m benchmarks.cluster.operator_scale
 
 routes: .venv/.installed ## list the routes of the API server and of session heads: authentication, limits, audit, handlers
 	@$(BIN)/python tools/routes.py

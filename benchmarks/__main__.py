@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring import Measurement
+from benchmarks.shared.measuring import Measurement
 
 SUITES = ("training", "sampling", "service", "together", "loop", "starts", "crowd", "peer")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tinkercloud"
@@ -30,7 +30,7 @@ def main() -> None:
     measurements: list[Measurement] = []
     chosen = sys.argv[1:]
     for suite in chosen or SUITES:
-        for measurement in importlib.import_module(f"benchmarks.{suite}").measure(MODEL):
+        for measurement in importlib.import_module(f"benchmarks.suites.{suite}").measure(MODEL):
             print(
                 f"{measurement.id} {measurement.what}: {measurement.value:.4g} {measurement.unit}"
             )

@@ -29,7 +29,7 @@ from matplotlib.axes import Axes
 from tinker import types
 from transformers import AutoTokenizer
 
-from benchmarks.small_model import END, save_small_model
+from benchmarks.shared.small_model import END, save_small_model
 from tinkercloud_programs.rlve.problems import Problems
 from tinkercloud_programs.rlve.prompts import prompt_tokens
 from tinkercloud_protocol.programs.rlve import RlveConfig

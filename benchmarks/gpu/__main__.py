@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.gpu.bench import SGLANG_PYTHON, Bench, Skipped
 from benchmarks.gpu.workloads import WORKLOADS
-from benchmarks.measuring import Measurement, revision
+from benchmarks.shared.measuring import Measurement, revision
 
 ROOT = Path(__file__).parents[2]
 PACKAGES_OF_OURS = ("protocol", "worker_image", "crds", "operator")
@@ -83,7 +83,7 @@ PARTS = (
     Part(("S16", "S17", "S18"), "sglang", "mixture"),
     Part(("S19", "S20"), "sglang", "latent_attention"),
     Part(("S21", "S22", "S23", "S25"), "sglang", "two_ranks"),
-    Part(("S26", "S27"), "sglang_ranks", "from_ranks"),
+    Part(("S26", "S27"), "sglang_checks.sglang_ranks", "from_ranks"),
     Part(("S10", "S11", "S12"), "sglang", "colocated"),
 )
 """Numerics first, then small to large models, memory-intensive parts later, and third-party servers

@@ -14,7 +14,7 @@ from benchmarks.gpu.engines import (
     base_of,
 )
 from benchmarks.gpu.workloads import Shape
-from benchmarks.measuring import Measurement
+from benchmarks.shared.measuring import Measurement
 from tinkercloud_worker.device.accelerator import graph_capturer_for
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import MODEL
-from benchmarks.measuring import Measurement, largest_error
+from benchmarks.shared.measuring import Measurement, largest_error
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.engine.batch import Batch, Example
 from tinkercloud_worker.model.base_model import TorchBaseModel

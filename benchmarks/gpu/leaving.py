@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, random_data, step
-from benchmarks.measuring import Measurement
+from benchmarks.shared.measuring import Measurement
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_worker.training.paging import HostMemory, Models
 from tinkercloud_worker.training.trained_model import new_adapter

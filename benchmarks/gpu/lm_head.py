@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.bench import Bench
-from benchmarks.measuring import Measurement
+from benchmarks.shared.measuring import Measurement
 from tinkercloud_worker.device.frozen_linear import FrozenLinear
 from tinkercloud_worker.model.lm_head import LMHead
 from tinkercloud_worker.torch_trainer.logprobs import logprobs_and_gradient

@@ -30,7 +30,7 @@ from benchmarks.gpu.engines import (
 from benchmarks.gpu.numerics import LENGTHS, Merged, worst
 from benchmarks.gpu.training import throughput
 from benchmarks.gpu.workloads import Batch, Shape
-from benchmarks.measuring import Measurement, largest_error
+from benchmarks.shared.measuring import Measurement, largest_error
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_worker.engine.trainer import DirectTrainer, LossOutput, TrainingState

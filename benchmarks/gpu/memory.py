@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, random_data, release_base
 from benchmarks.gpu.workloads import Batch, Shape
-from benchmarks.measuring import Measurement
+from benchmarks.shared.measuring import Measurement
 from tinkercloud_planning import memory
 from tinkercloud_planning.activations import FUSED, SEPARATE, Kernels
 from tinkercloud_planning.families import read

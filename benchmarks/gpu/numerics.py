@@ -21,7 +21,7 @@ from benchmarks.gpu.engines import (
     trained_logprobs,
 )
 from benchmarks.gpu.workloads import Shape, plain_transformers
-from benchmarks.measuring import Measurement, largest_error
+from benchmarks.shared.measuring import Measurement, largest_error
 from tinkercloud_protocol.requests.tensors import Datum, SampledSequence
 from tinkercloud_worker.device.accelerator import graph_capturer_for
 from tinkercloud_worker.lora import adapters

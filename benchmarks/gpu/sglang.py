@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench, Skipped
 from benchmarks.gpu.engines import a_request
-from benchmarks.gpu.sglang_proof import (
+from benchmarks.gpu.sglang_checks.sglang_proof import (
     BASE,
     DRAWN,
     MIXTURE,
@@ -34,7 +34,7 @@ from benchmarks.gpu.sglang_proof import (
     latent,
     prompt,
 )
-from benchmarks.measuring import Measurement, largest_error
+from benchmarks.shared.measuring import Measurement, largest_error
 from tinkercloud_protocol.heads.launch import TrainerConfig
 from tinkercloud_protocol.requests.tensors import FloatArray
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound

@@ -8,11 +8,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.bare_loop import BareLoop
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.engines import MODEL, a_batch, a_trainer, base_of, fill, random_data, step
 from benchmarks.gpu.workloads import Batch, Shape, plain_transformers
-from benchmarks.measuring import Measurement
+from benchmarks.shared.bare_loop import BareLoop
+from benchmarks.shared.measuring import Measurement
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.requests.tensors import Datum
 from tinkercloud_worker.engine.trainer import DirectTrainer, TrainingPass

@@ -76,7 +76,7 @@ def test_this_server_is_compared_with_another_tinker_server(
         monkeypatch.setenv("PEER_API_KEY", API_KEY)
         monkeypatch.setenv("PEER_MODEL", "tiny/peer")
 
-        measured = list(benchmarks("peer").measure(str(model)))
+        measured = list(benchmarks("suites.peer").measure(str(model)))
 
     assert [each.id for each in measured] == ["P1", "P2"]
     assert all(each.value > 0 for each in measured)

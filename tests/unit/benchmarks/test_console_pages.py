@@ -24,7 +24,7 @@ BIG = {*TABLES_OF_RUNS, "usage_hours", "checkpoints", "audit_log"}
 async def test_no_page_but_a_search_reads_a_table_of_runs_whole(
     benchmarks: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module = benchmarks("console_pages")
+    module = benchmarks("catalog.console_pages")
     monkeypatch.setattr(module, "ROUNDS", 2)
     measured = await module.measure(tmp_path, runs=30, points=2)
 
@@ -39,7 +39,7 @@ async def test_no_page_but_a_search_reads_a_table_of_runs_whole(
 
 
 def test_every_page_of_the_console_is_measured(benchmarks: Callable[[str], ModuleType]) -> None:
-    measured = [path.partition("?")[0] for path in benchmarks("console_pages").paths(30)]
+    measured = [path.partition("?")[0] for path in benchmarks("catalog.console_pages").paths(30)]
     routes = (Path(__file__).parents[2] / "house" / "routes.txt").read_text().splitlines()
     pages = {line.split()[1] for line in routes if re.match(r"GET +/console/", line)}
 
@@ -72,7 +72,7 @@ async def test_no_page_but_a_search_reads_a_table_of_runs_whole_on_postgresql(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    module, runs = benchmarks("console_pages"), 20_000
+    module, runs = benchmarks("catalog.console_pages"), 20_000
     # PostgreSQL rightly reads a table of a few pages whole, so there are as many sessions.
     monkeypatch.setattr(module, "RUNS_OF_A_SESSION", 1)
     await module.fill(database_url, runs, points=1)

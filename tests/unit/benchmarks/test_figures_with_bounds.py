@@ -32,7 +32,7 @@ Modules = Callable[[str], ModuleType]
 def test_the_largest_error_is_infinite_if_any_is_not_finite(
     benchmarks: Modules, errors: tuple[float, ...]
 ) -> None:
-    largest_error = benchmarks("measuring").largest_error
+    largest_error = benchmarks("shared.measuring").largest_error
 
     assert largest_error(errors) == math.inf
     assert largest_error(np.array(errors, np.float32)) == math.inf
@@ -116,7 +116,7 @@ class Sender:
 @pytest.fixture
 def a_proof(benchmarks: Modules, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Return a factory of proofs without a server, with the given gaps by version."""
-    made = benchmarks("gpu.sglang_proof").Proof
+    made = benchmarks("gpu.sglang_checks.sglang_proof").Proof
     results = [SimpleNamespace(prompt=SimpleNamespace(logprobs=np.array([np.nan, -1.0])))]
 
     def proof(gaps: Mapping[str, float], **samplers: Sender) -> Any:

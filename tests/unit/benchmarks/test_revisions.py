@@ -15,7 +15,9 @@ GIT = ("git", "-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "comm
 def revision(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], dict[str, object]]:
     """Make `benchmarks` importable, which is not an installed package."""
     monkeypatch.syspath_prepend(ROOT)
-    found: Callable[[Path], dict[str, object]] = import_module("benchmarks.measuring").revision
+    found: Callable[[Path], dict[str, object]] = import_module(
+        "benchmarks.shared.measuring"
+    ).revision
     return found
 
 

@@ -20,12 +20,12 @@ import yaml
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.generate import KINDS, definition
-from tinkercloud_testing.simulation.api_server import ApiServer
-from tinkercloud_testing.simulation.connection import Network
-from tinkercloud_testing.simulation.heads import Disk, Head, HeadSpeed
-from tinkercloud_testing.simulation.kuberay import KubeRay
-from tinkercloud_testing.simulation.nodes import component_of, session_of
-from tinkercloud_testing.simulation.operator_process import OperatorProcess
+from tinkercloud_testing.simulation.cluster.api_server import ApiServer
+from tinkercloud_testing.simulation.cluster.connection import Network
+from tinkercloud_testing.simulation.cluster.heads import Disk, Head, HeadSpeed
+from tinkercloud_testing.simulation.cluster.kuberay import KubeRay
+from tinkercloud_testing.simulation.cluster.nodes import component_of, session_of
+from tinkercloud_testing.simulation.cluster.operator_process import OperatorProcess
 from tinkercloud_testing.simulation.store import Store
 from tinkercloud_testing.simulation.virtual_time import (
     Clock,

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_operator.decide.read.session_facts import condition
-from tinkercloud_testing.simulation.api_server import Json, owners_of
-from tinkercloud_testing.simulation.nodes import gpus_of, session_of
+from tinkercloud_testing.simulation.cluster.api_server import Json, owners_of
+from tinkercloud_testing.simulation.cluster.nodes import gpus_of, session_of
 from tinkercloud_testing.simulation.world import World
 
 _CHILDREN = (

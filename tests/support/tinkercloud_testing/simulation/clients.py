@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_testing.simulation.api_server import ApiError, ApiServer, Json
-from tinkercloud_testing.simulation.heads import Head
+from tinkercloud_testing.simulation.cluster.api_server import ApiError, ApiServer, Json
+from tinkercloud_testing.simulation.cluster.heads import Head
 from tinkercloud_testing.simulation.store import Store
 
 _ACTIVITY_SECONDS = labels.LAST_ACTIVITY_SECONDS

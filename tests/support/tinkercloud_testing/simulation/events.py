@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import timestamp
-from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.clients import Run
-from tinkercloud_testing.simulation.nodes import OUT_OF_SERVICE
+from tinkercloud_testing.simulation.cluster.api_server import Json
+from tinkercloud_testing.simulation.cluster.nodes import OUT_OF_SERVICE
 from tinkercloud_testing.simulation.world import World
 
 SPOT_NOTICE = "aws-node-termination-handler/spot-itn"

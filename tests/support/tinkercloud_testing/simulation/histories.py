@@ -17,8 +17,8 @@ from random import Random
 import structlog
 
 from tinkercloud_testing.resources.sessions import TRAINERS, a_base_model_manifest
-from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.checks import leftovers, violations
+from tinkercloud_testing.simulation.cluster.api_server import Json
 from tinkercloud_testing.simulation.events import EVENTS, STARTS
 from tinkercloud_testing.simulation.virtual_time import VirtualLoop, operator_time, run_virtually
 from tinkercloud_testing.simulation.world import World

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from tinkercloud_protocol.wire import routes
-from tinkercloud_testing.simulation.api_server import ApiServer, Json
-from tinkercloud_testing.simulation.connection import HeadRefused
-from tinkercloud_testing.simulation.heads import Head
+from tinkercloud_testing.simulation.cluster.api_server import ApiServer, Json
+from tinkercloud_testing.simulation.cluster.connection import HeadRefused
+from tinkercloud_testing.simulation.cluster.heads import Head
 from tinkercloud_testing.simulation.store import Store
 
 _PERIOD_SECONDS = 60.0

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tinkercloud_testing.simulation.api_server import ApiServer
+from tinkercloud_testing.simulation.cluster.api_server import ApiServer
 
 _NOTICED_SECONDS = 60.0
 """Time in which the operator notices a change of a BaseModel."""

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from tinkercloud_crds import labels
 from tinkercloud_testing.resources.sessions import TRAINERS, a_base_model_manifest
-from tinkercloud_testing.simulation.api_server import Json
 from tinkercloud_testing.simulation.checks import violations
 from tinkercloud_testing.simulation.clients import Client, Run
-from tinkercloud_testing.simulation.heads import HeadSpeed
+from tinkercloud_testing.simulation.cluster.api_server import Json
+from tinkercloud_testing.simulation.cluster.heads import HeadSpeed
 from tinkercloud_testing.simulation.histories import Outcome, run, settle_and_check
 from tinkercloud_testing.simulation.virtual_time import VirtualLoop, until
 from tinkercloud_testing.simulation.world import World

@@ -9,13 +9,13 @@ from typing import Any
 from tinkercloud_crds import labels
 from tinkercloud_crds.conditions import ConditionType, Reason
 from tinkercloud_operator.decide.read.session_facts import condition
-from tinkercloud_testing.simulation.api_server import ApiServer, Json
 from tinkercloud_testing.simulation.clients import Client, Run
-from tinkercloud_testing.simulation.connection import HeadUnreachable, Network
-from tinkercloud_testing.simulation.heads import Head, HeadSpeed
-from tinkercloud_testing.simulation.kuberay import KubeRay
-from tinkercloud_testing.simulation.nodes import Nodes, component_of, session_of
-from tinkercloud_testing.simulation.operator_process import OperatorProcess
+from tinkercloud_testing.simulation.cluster.api_server import ApiServer, Json
+from tinkercloud_testing.simulation.cluster.connection import HeadUnreachable, Network
+from tinkercloud_testing.simulation.cluster.heads import Head, HeadSpeed
+from tinkercloud_testing.simulation.cluster.kuberay import KubeRay
+from tinkercloud_testing.simulation.cluster.nodes import Nodes, component_of, session_of
+from tinkercloud_testing.simulation.cluster.operator_process import OperatorProcess
 from tinkercloud_testing.simulation.orphans import Orphans
 from tinkercloud_testing.simulation.places import PlacesOnClusters
 from tinkercloud_testing.simulation.store import Store

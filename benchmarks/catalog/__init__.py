@@ -1,0 +1,1 @@
+"""Large catalogs, and the pages that show them."""

@@ -1,0 +1,1 @@
+"""Kubernetes: the operator at scale, and pools."""

@@ -1,0 +1,1 @@
+"""Checks of SGLang itself, on a GPU and on a CPU."""

@@ -1,0 +1,1 @@
+"""What `make bench` measures, and what it measures on request: a `measure` in each module."""
