@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.runs.run_search import RunSearch
-from tinkercloud_api.catalog.runs.session_search import Search, Status
+from tinkercloud_api.catalog.runs.session_search import Search, Status, matching_ids
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Server
@@ -55,7 +55,8 @@ async def list_usage(  # noqa: PLR0917 - query parameters
     """List sessions with their resource usage, newest first.
 
     `search` selects those whose id, owner, name, project or metadata contains a text, and `owner`
-    and `project_id` those of exactly one. `waiting` is looked for in the 500 runs used last.
+    and `project_id` those of exactly one. `waiting` is looked for in the 500 runs of
+    these sessions that were used last.
     """
     visible = caller.visible(access_scope)
     wanted = Search(
@@ -69,7 +70,8 @@ async def list_usage(  # noqa: PLR0917 - query parameters
     ids = None
     if status == "waiting":
         page = Page(0, _MAX_WAITING)
-        waiting, _ = await server.runs.states.search(RunSearch(visible), "waiting", page)
+        runs = RunSearch(visible, session_ids=matching_ids(wanted))
+        waiting, _ = await server.runs.states.search(runs, "waiting", page)
         ids = {run.session_id for run, _ in waiting}
         if not ids:
             return SessionUsageList(sessions=[], total_count=0)
