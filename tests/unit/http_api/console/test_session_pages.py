@@ -198,6 +198,18 @@ async def test_a_session_that_waits_is_found_among_those_of_its_owner(world: Wor
     assert await world.names("admin", search="my stuck", status="waiting") == {"stuck"}
 
 
+async def test_a_list_has_the_runs_used_last_and_the_number_of_all(world: World) -> None:
+    await add_runs(world.context, "lost", 12)
+
+    (listed,) = await world.listed("bob", search="my lost")
+
+    assert listed["num_models"] == 13
+    assert [run["model_id"] for run in listed["models"]] == [
+        f"lost:train:{number}" for number in range(3, 13)
+    ]
+    assert "all 13 runs" in (await world.page("bob")).text
+
+
 async def test_the_sessions_of_a_project_are_those_that_its_members_see(world: World) -> None:
     for owner in ("ann", "bob", "admin"):
         assert await world.names(owner, project=world.project) == {"shared"}
