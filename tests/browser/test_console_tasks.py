@@ -97,7 +97,7 @@ def test_runs_are_compared_with_the_keyboard(logged_in: Open, runs: Runs) -> Non
     heading(window, "Compare")
     compared = rf"^loss by step;(?=.* {runs.learning}: )(?=.* {runs.other}: )"
     expect(window.get_by_role("img").first).to_have_accessible_name(re.compile(compared))
-    Keyboard(window).press(window.get_by_text("All points as tables"))
+    Keyboard(window).press(window.get_by_text("Points as tables"))
     expect(window.get_by_role("table", name="loss")).to_be_visible()
 
 

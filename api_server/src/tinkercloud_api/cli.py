@@ -383,6 +383,7 @@ def _session_row(session: dict[str, Any]) -> dict[str, str]:
     kept = [model["state"] for model in session["models"] if model["state"] != "deleted"]
     counts = [f"{kept.count(state)} {state}" for state in dict.fromkeys(kept)]
     models = session["models"]
+    more = [f"{left} more"] if (left := session.get("num_models", 0) - len(models)) > 0 else []
     steps = [str(model["step"]) for model in models if model["step"] is not None]
     waits = dict.fromkeys(model["queue_state"] for model in models)
     return {
@@ -398,7 +399,7 @@ def _session_row(session: dict[str, Any]) -> dict[str, str]:
         "state": session["state"],
         "why": "; ".join(dict.fromkeys(filter(None, map(_why, [session, *models])))),
         "last heartbeat": moment(session["last_heartbeat_at"]),
-        "models": ", ".join(counts) or "none",
+        "models": ", ".join(counts + more) or "none",
         "memory": _memory(session),
     }
 

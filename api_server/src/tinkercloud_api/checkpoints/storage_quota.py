@@ -1,5 +1,7 @@
 """The limit of the checkpoints of all owners of a tenant together."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tinkercloud_api.access.owner_tenants import Tenants
@@ -35,8 +37,15 @@ class StorageQuota:
 
     async def used(self, tenant: Tenant) -> int:
         """Return the bytes of the checkpoints of all owners of a tenant."""
-        sizes = await self.catalog.storage(None, _EVERY_OWNER)
-        return sum(each.size_bytes for each in sizes if self.tenants.of(each.owner) == tenant)
+        return (await self.used_by_tenant()).get(tenant.name, 0)
+
+    async def used_by_tenant(self) -> Mapping[str, int]:
+        """Return the bytes of the checkpoints of all owners of each tenant, by its name."""
+        used = Counter[str]()
+        for each in await self.catalog.storage(None, _EVERY_OWNER):
+            if (tenant := self.tenants.of(each.owner)) is not None:
+                used[tenant.name] += each.size_bytes
+        return used
 
     async def check(self, owner: str, size_bytes: int) -> None:
         """Check that the owner's tenant may store some more bytes.

@@ -17,6 +17,10 @@ METRICS = ("loss", "grad_norm", "learning_rate", "kl", "tokens", "tokens_per_sec
 """The metrics of optimizer steps, in the order of their charts."""
 
 
+_MOST_ROWS = 256
+"""Rows of a table on the page that compares runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Zoom:
     """The steps that a page shows, both ends included."""
@@ -80,7 +84,10 @@ class ComparedMetric:
     name: str
     """What a client logged under the name of a metric of steps is `logged/NAME`."""
     rows: Mapping[int, Sequence[CurveMetric | None]]
-    """The values of the runs, in their order, by step; None where a run has none."""
+    """The values of the runs, in their order, by step; None where a run has none. Of more than
+    256 steps, it has as many, evenly chosen, with the first and the last."""
+    num_steps: int
+    """How many steps have values in all."""
     chart: Chart | None
     """All runs on common axes; None without a finite value."""
 
@@ -97,10 +104,21 @@ def compared(curves: Sequence[RunCurve]) -> list[ComparedMetric]:
         ),
     ]
     return [
-        ComparedMetric(name, rows, chart(name, of_runs))
+        ComparedMetric(name, _evenly(rows), len(rows), chart(name, of_runs))
         for name, of_runs in placed
         if (rows := _rows(name, of_runs))
     ]
+
+
+def _evenly(
+    rows: Mapping[int, Sequence[CurveMetric | None]],
+) -> Mapping[int, Sequence[CurveMetric | None]]:
+    """Return all rows, or as many as a page shows of a metric, the first and the last included."""
+    steps, last = list(rows), _MOST_ROWS - 1
+    if len(steps) <= _MOST_ROWS:
+        return rows
+    chosen = [steps[place * (len(steps) - 1) // last] for place in range(_MOST_ROWS)]
+    return {step: rows[step] for step in chosen}
 
 
 def _rows(

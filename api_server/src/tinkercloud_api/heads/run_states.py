@@ -76,7 +76,11 @@ class RunStates:
     shared_heads: SharedHeads
 
     async def search(
-        self, wanted: RunSearch, status: RunStatus | None, page: Page
+        self,
+        wanted: RunSearch,
+        status: RunStatus | None,
+        page: Page,
+        held: Mapping[str, HeldModel] | None = None,
     ) -> tuple[list[tuple[TrainingRun, Whereabouts]], int]:
         """Return the runs of a search that have a status, with their state, and their total number.
 
@@ -89,15 +93,16 @@ class RunStates:
             wanted: what the runs have in common otherwise.
             status: their status; None for any.
             page: page to return, the last used first, and ended ones last.
+            held: the models of the heads, by id; None to ask the heads.
         """
         if status is None or status in _HAS_ENDED:
             has_ended = None if status is None else _HAS_ENDED[status]
             rows, total = await self.catalog.runs_by_use(replace(wanted, has_ended=has_ended), page)
-            return list(zip(rows, await self.of(rows), strict=True)), total
+            return list(zip(rows, await self.of(rows, held), strict=True)), total
         heads = self._heads() if status in _OF_HEADS else None
         candidates = replace(wanted, has_ended=False, heads=heads)
         rows, _ = await self.catalog.runs_by_use(candidates, Page(0, most_searched(status)))
-        places = await self.of(rows)
+        places = await self.of(rows, held)
         found = [each for each in zip(rows, places, strict=True) if each[1].has(status)]
         return found[page.offset : page.offset + page.limit], len(found)
 
@@ -105,10 +110,14 @@ class RunStates:
         generations = {head.generation for head in self.provider.shared_heads()}
         return Heads(generations, {*self.provider.runs(), *self.locator.placing})
 
-    async def of(self, rows: Sequence[TrainingRun]) -> list[Whereabouts]:
-        """Return where the model of each run is."""
+    async def of(
+        self, rows: Sequence[TrainingRun], known: Mapping[str, HeldModel] | None = None
+    ) -> list[Whereabouts]:
+        """Return where the model of each run is; `known` are the models of heads, as in search."""
         exists = any(row.deleted_at is None for row in rows)
-        held = await self.shared_heads.models() if exists else {}
+        held = known or {}
+        if known is None and exists:
+            held = await self.shared_heads.models()
         placed = frozenset(self.provider.runs()) if exists else frozenset()
         limit = asyncio.Semaphore(_CONCURRENT_READS)
         stalled = asyncio.Event()

@@ -6,7 +6,7 @@ the model. The next request resumes it; nothing is lost, however long the client
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 import aiohttp
@@ -33,6 +33,8 @@ from tinkercloud_protocol.wire.errors import Unavailable
 log = structlog.get_logger(__name__)
 
 _LIST_SECONDS = 10.0
+_SHOW_SECONDS = 2.0
+"""How long somebody who looks at a list waits for a head that does not respond."""
 _SUSPEND_SECONDS = 600.0
 """A head responds only after it has written the whole model."""
 _ORPHANED_AFTER = timedelta(minutes=10)
@@ -40,6 +42,11 @@ _ORPHANED_AFTER = timedelta(minutes=10)
 _ROUNDS_MISSED = 3
 """Missed rounds after which this machine or process is assumed to have been paused, so that clients
 could not be heard."""
+
+
+def models_of(answers: Mapping[HeadEndpoint, HeldModels]) -> dict[str, HeldModel]:
+    """Return the models that heads hold, by id."""
+    return {model.model_id: model for answer in answers.values() for model in answer.models}
 
 
 class SharedHeads:
@@ -78,20 +85,21 @@ class SharedHeads:
 
     async def models(self) -> dict[str, HeldModel]:
         """Return the models of all heads that respond, by id."""
-        answers = (await self._held()).values()
-        return {model.model_id: model for answer in answers for model in answer.models}
+        return models_of(await self._held(_LIST_SECONDS))
 
-    async def by_cluster(self) -> dict[str, HeldModels]:
-        """Return what the heads of pool clusters hold that respond, by name of the cluster."""
-        named = {
-            self._provider.cluster_of(each): held for each, held in (await self._held()).items()
-        }
-        return {name: held for name, held in named.items() if name is not None}
+    async def shown(self) -> dict[HeadEndpoint, HeldModels]:
+        """Return what the heads hold that respond within two seconds, for somebody who looks."""
+        return await self._held(_SHOW_SECONDS)
 
-    async def _held(self) -> dict[HeadEndpoint, HeldModels]:
-        """Return what the heads that respond hold."""
+    def by_cluster(self, answers: Mapping[HeadEndpoint, HeldModels]) -> dict[str, HeldModels]:
+        """Return what heads of pool clusters hold, by name of the cluster."""
+        clusters = self._provider.clusters_of_heads()
+        return {clusters[head]: held for head, held in answers.items() if head in clusters}
+
+    async def _held(self, seconds: float) -> dict[HeadEndpoint, HeldModels]:
+        """Return what the heads hold that respond in time."""
         heads = self._provider.shared_heads()
-        calls = [self._models_of(endpoint) for endpoint in heads]
+        calls = [self._models_of(endpoint, seconds) for endpoint in heads]
         held: dict[HeadEndpoint, HeldModels] = {}
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for head, answer in zip(heads, answers, strict=True):
@@ -225,8 +233,10 @@ class SharedHeads:
         await self._call("DELETE", endpoint, f"{routes.HEAD_MODELS}/{name}", _LIST_SECONDS)
         log.warning("dropped a model that no run claims", run_id=name, had_run=was_last_here)
 
-    async def _models_of(self, endpoint: HeadEndpoint) -> HeldModels:
-        response = await self._call("GET", endpoint, routes.HEAD_MODELS, _LIST_SECONDS)
+    async def _models_of(
+        self, endpoint: HeadEndpoint, seconds: float = _LIST_SECONDS
+    ) -> HeldModels:
+        response = await self._call("GET", endpoint, routes.HEAD_MODELS, seconds)
         return HeldModels.model_validate_json(response)
 
     async def _call(

@@ -220,9 +220,9 @@ class SessionProvider(Protocol):
         """Return the cluster of each run that has a place on one, by run; none on one machine."""
         return {}
 
-    def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
-        """Return the name of the cluster with a shared head; None on one machine."""
-        return None
+    def clusters_of_heads(self) -> Mapping[HeadEndpoint, str]:
+        """Return the names of the clusters with the shared heads; none on one machine."""
+        return {}
 
     def end_of(self, placement: Placement) -> HeadEnd | None:
         """Return the end of the head that `acquire` created for a run; None if it has none."""

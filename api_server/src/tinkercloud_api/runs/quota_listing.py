@@ -1,5 +1,6 @@
 """What users are shown about the limits of their tenant."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -22,13 +23,17 @@ class Quotas:
     async def of(self, owner: str) -> Quota | None:
         """Return the limits of an owner's tenant and their use; None if it has no tenant."""
         tenant = self.tenants.of(owner)
-        return await self._of_tenant(tenant) if tenant is not None else None
+        if tenant is None:
+            return None
+        return await self._of_tenant(tenant, await self.storage.used(tenant))
 
     async def of_all(self) -> list[Quota]:
         """Return the limits of all tenants and their use."""
-        return [await self._of_tenant(tenant) for tenant in self.tenants.all()]
+        stored = await self.storage.used_by_tenant()
+        calls = [self._of_tenant(each, stored.get(each.name, 0)) for each in self.tenants.all()]
+        return await asyncio.gather(*calls)
 
-    async def _of_tenant(self, tenant: Tenant) -> Quota:
+    async def _of_tenant(self, tenant: Tenant, stored_bytes: int) -> Quota:
         limits = tenant.spec.limits
         used = await self.usage_of(tenant)
         return Quota(
@@ -41,10 +46,6 @@ class Quotas:
                 ),
                 QuotaLimit(name="models", limit=limits.models, used=used.models),
                 QuotaLimit(name="tokensPerMinute", limit=limits.tokens_per_minute, used=None),
-                QuotaLimit(
-                    name="storageBytes",
-                    limit=limits.storage_bytes,
-                    used=await self.storage.used(tenant),
-                ),
+                QuotaLimit(name="storageBytes", limit=limits.storage_bytes, used=stored_bytes),
             ],
         )

@@ -309,8 +309,11 @@ class SessionUsage(Answer):
     last_seen_at: datetime
     """Time of the client's last sign of life: a heartbeat or a request of a run."""
     models: list[ModelUsage]
+    """Its runs; a list of sessions has the ten that were used last of each."""
+    num_models: int = 0
+    """How many runs it has in all."""
     memory_bytes: int | None
-    """Sum over all models; None if unknown."""
+    """Sum over `models`; None if unknown."""
 
 
 class SessionUsageList(Answer):

@@ -75,8 +75,8 @@ class OneHead:
     def clusters(self) -> Mapping[str, str]:
         return {}
 
-    def cluster_of(self, _endpoint: HeadEndpoint) -> str | None:
-        return None
+    def clusters_of_heads(self) -> Mapping[HeadEndpoint, str]:
+        return {}
 
     def shared_heads(self) -> list[HeadEndpoint]:
         return [self.endpoint] if self.endpoint is not None else []

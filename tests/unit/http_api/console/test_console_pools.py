@@ -1,5 +1,6 @@
 """The clusters of a pool on the page of models, in its JSON twin and in the commands."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -46,8 +47,8 @@ class Provider(OneHead):
     def clusters(self) -> Mapping[str, str]:
         return {each.model_id: "pool-a" for each in HELD.models}
 
-    def cluster_of(self, _endpoint: HeadEndpoint) -> str | None:
-        return "pool-a"
+    def clusters_of_heads(self) -> Mapping[HeadEndpoint, str]:
+        return dict.fromkeys(self.shared_heads(), "pool-a")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class World:
 
     url: str
     keys: Mapping[str, str]
+    responds: asyncio.Event
+    """Whether the head responds."""
 
     async def page(self, owner: str) -> str:
         """Return the page of models that an owner sees."""
@@ -74,9 +77,12 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     async def models(_request: web.Request) -> web.Response:
+        await responds.wait()
         return web.json_response(HELD.model_dump(mode="json"))
 
     fake, provider, keys = web.Application(), Provider(), {"admin": ADMIN}
+    responds = asyncio.Event()
+    responds.set()
     fake.router.add_route("*", "/{path:.*}", models)
     app = Application(Settings(state_dir=tmp_path, bootstrap_key=ADMIN), provider)
     async with TestServer(fake) as running, served(app) as url:
@@ -105,7 +111,8 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
             )
             run.generation = "g1"
             await catalog.add_run(run)
-        yield World(url, keys)
+        yield World(url, keys, responds)
+        responds.set()
 
 
 async def test_an_owner_sees_all_clusters_and_on_them_only_the_own_runs(world: World) -> None:
@@ -134,3 +141,18 @@ async def test_the_page_shows_slots_memory_idle_hours_and_who_is_where(world: Wo
     for part in ("pool-b", "0 of 8", "2026-11-01T10:30:00Z", "3.5"):
         assert part in second, part
     assert "of-" not in second
+
+
+async def test_clusters_are_listed_without_the_figures_of_a_head_that_hangs(world: World) -> None:
+    world.responds.clear()
+
+    models = (await world.json("admin", "base_models")).json()["base_models"]
+    page = await world.page("admin")
+
+    (pool,) = (model["pool"] for model in models)
+    assert [(each["name"], each["memory_bytes"]) for each in pool["by_cluster"]] == [
+        ("pool-a", None),
+        ("pool-b", None),
+    ]
+    assert "pool-a" in page
+    assert "of-ann" in page

@@ -107,3 +107,13 @@ def test_a_metric_without_a_finite_value_is_in_the_table_alone() -> None:
 
 def test_runs_without_a_metric_have_nothing_to_compare() -> None:
     assert compared([a_curve([])]) == []
+
+
+def test_a_table_of_many_steps_has_256_of_them_with_the_first_and_the_last() -> None:
+    first = a_curve([], {"reward": list(range(1, 1001))})
+    other = a_curve([], {"reward": list(range(1001, 2001))}).model_copy(update={"run_id": "b"})
+
+    (metric,) = compared([first, other])
+
+    assert (len(metric.rows), metric.num_steps) == (256, 2000)
+    assert (min(metric.rows), max(metric.rows)) == (1, 2000)

@@ -89,6 +89,21 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
         yield World(app.context, url, keys, project.id)
 
 
+async def add_runs(context: Context, session: str, number: int) -> None:
+    """Add runs of `bob`, the last used of all."""
+    for each in range(1, number + 1):
+        run = TrainingRun(
+            id=f"{session}:train:{each}",
+            session_id=session,
+            owner="bob",
+            base_model="tiny",
+            spec={"owner": "bob", "lora": {"rank": 4}},
+            user_metadata={},
+        )
+        run.generation = "g1"
+        await context.catalog.add_run(run)
+
+
 async def add_sessions(context: Context, project: str) -> None:
     catalog = context.catalog
     for name, (owner, runs, generation) in {
@@ -173,6 +188,26 @@ async def test_sessions_are_searched_by_text_owner_project_and_status(
     world: World, owner: str, query: dict[str, str], found: set[str]
 ) -> None:
     assert await world.names(owner, **query) == found
+
+
+async def test_a_session_that_waits_is_found_among_those_of_its_owner(world: World) -> None:
+    await add_runs(world.context, "lost", 501)
+
+    assert await world.names("admin", status="waiting") == set()
+    assert await world.names("admin", owner="ann", status="waiting") == {"stuck"}
+    assert await world.names("admin", search="my stuck", status="waiting") == {"stuck"}
+
+
+async def test_a_list_has_the_runs_used_last_and_the_number_of_all(world: World) -> None:
+    await add_runs(world.context, "lost", 12)
+
+    (listed,) = await world.listed("bob", search="my lost")
+
+    assert listed["num_models"] == 13
+    assert [run["model_id"] for run in listed["models"]] == [
+        f"lost:train:{number}" for number in range(3, 13)
+    ]
+    assert "all 13 runs" in (await world.page("bob")).text
 
 
 async def test_the_sessions_of_a_project_are_those_that_its_members_see(world: World) -> None:

@@ -40,6 +40,31 @@ class Counts(Statements):
             rows = (await db.execute(ordered.offset(page.offset).limit(page.limit))).all()
         return [Storage(name, count, int(size or 0)) for name, count, size in rows]
 
+    async def run_totals(self, session_ids: Collection[str]) -> Mapping[str, tuple[int, datetime]]:
+        """Return the number of runs, and the time of their last request, by session with runs."""
+        latest = func.max(TrainingRun.last_request_at)
+        query = select(TrainingRun.session_id, func.count(), latest)
+        query = query.where(TrainingRun.session_id.in_(session_ids))
+        async with self._reading() as db:
+            rows = (await db.execute(query.group_by(TrainingRun.session_id))).all()
+        return {session_id: (count, last) for session_id, count, last in rows}
+
+    async def last_used_runs(
+        self, session_ids: Collection[str], most: int
+    ) -> Sequence[TrainingRun]:
+        """Return the runs of sessions, in order of creation: of each at most some.
+
+        These are the ones used last of those that have not ended, then of the others.
+        """
+        is_deleted = TrainingRun.deleted_at.is_not(None)
+        by_use = (is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)
+        place = func.row_number().over(partition_by=TrainingRun.session_id, order_by=by_use)
+        of_sessions = TrainingRun.session_id.in_(session_ids)
+        placed = select(TrainingRun.id, place.label("place")).where(of_sessions).subquery()
+        chosen = select(placed.c.id).where(placed.c.place <= most)
+        query = select(TrainingRun).where(TrainingRun.id.in_(chosen))
+        return await self._all(query.order_by(TrainingRun.created_at, TrainingRun.id))
+
     async def visible_runs(self, run_ids: Collection[str], visible: Visibility) -> Set[str]:
         """Return which of these runs a list shows, deleted ones included."""
         if not run_ids:

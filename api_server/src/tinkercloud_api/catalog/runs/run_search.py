@@ -31,6 +31,8 @@ class RunSearch:
     """Whether they have ended; None for all."""
     heads: Heads | None = None
     """Those that these heads may have or create; None for all."""
+    session_ids: Select[str] | None = None
+    """The query for the ids of the sessions to which they belong; None for all."""
 
 
 def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
@@ -43,6 +45,8 @@ def runs_that_match(search: RunSearch) -> Select[TrainingRun]:
         query = query.where(_contains(search.text))
     if search.has_ended is not None:
         query = query.where(is_deleted if search.has_ended else ~is_deleted)
+    if search.session_ids is not None:
+        query = query.where(TrainingRun.session_id.in_(search.session_ids))
     if search.heads is not None:
         of_heads = (
             TrainingRun.generation.is_(None),

@@ -71,6 +71,11 @@ def matching(search: Search) -> Select[Session]:
     return query.where(*conditions)
 
 
+def matching_ids(search: Search) -> Select[str]:
+    """Return the query for the ids of the sessions that match, in no order."""
+    return matching(search).with_only_columns(Session.id).order_by(None)
+
+
 def _named(search: Search) -> list[ColumnElement[bool]]:
     """Return the conditions of which a session must meet one."""
     conditions: list[ColumnElement[bool]] = []

@@ -313,7 +313,7 @@ class KubernetesProvider(SessionProvider):
 
         The operator suspends idle sessions that have their own pods.
         """
-        return list(self._pool_heads())
+        return list(self.clusters_of_heads())
 
     def heads_of(self, owner: str) -> list[HeadEndpoint]:
         """See `SessionProvider.heads_of`: those that this process has used."""
@@ -327,7 +327,7 @@ class KubernetesProvider(SessionProvider):
 
     def placed_on(self, endpoint: HeadEndpoint) -> frozenset[str] | None:
         """See `SessionProvider.placed_on`."""
-        name = self.cluster_of(endpoint)
+        name = self.clusters_of_heads().get(endpoint)
         return frozenset(run for run, cluster in self.clusters().items() if cluster == name)
 
     def clusters(self) -> Mapping[str, str]:
@@ -335,12 +335,8 @@ class KubernetesProvider(SessionProvider):
         found = {s.spec.model_id: s.spec.pool_cluster for s in self._sessions.objects()}
         return {run: cluster for run, cluster in found.items() if run and cluster}
 
-    def cluster_of(self, endpoint: HeadEndpoint) -> str | None:
-        """See `SessionProvider.cluster_of`."""
-        return self._pool_heads().get(endpoint)
-
-    def _pool_heads(self) -> dict[HeadEndpoint, str]:
-        """Return the heads of pool clusters that this process has used, and their clusters."""
+    def clusters_of_heads(self) -> dict[HeadEndpoint, str]:
+        """See `SessionProvider.clusters_of_heads`: those that this process has used."""
         clusters = [each for each in self._sessions.objects() if each.spec.role == "Pool"]
         heads = {
             self._endpoints.cached(cluster, state): cluster.name

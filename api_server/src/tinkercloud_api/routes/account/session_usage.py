@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 
 from tinkercloud_api.access.effects import names_no_object
 from tinkercloud_api.catalog.runs.run_search import RunSearch
-from tinkercloud_api.catalog.runs.session_search import Search, Status
+from tinkercloud_api.catalog.runs.session_search import Search, Status, matching_ids
 from tinkercloud_api.catalog.schema.statements import Page
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.context import Caller, Server
@@ -28,6 +28,8 @@ LIVE = timedelta(minutes=2)
 """A session is live if a heartbeat, sent every ten seconds, was recorded within this time."""
 
 
+_LISTED_RUNS = 10
+"""Runs that a list has of each session."""
 _MAX_WAITING = 500
 """Runs among which those that wait are looked for, the last used first."""
 _STATUSES: Mapping[SessionStatus, Sequence[Status]] = {
@@ -55,7 +57,9 @@ async def list_usage(  # noqa: PLR0917 - query parameters
     """List sessions with their resource usage, newest first.
 
     `search` selects those whose id, owner, name, project or metadata contains a text, and `owner`
-    and `project_id` those of exactly one. `waiting` is looked for in the 500 runs used last.
+    and `project_id` those of exactly one. `waiting` is looked for in the 500 runs of
+    these sessions that were used last. `models` are the ten runs of a session that were used last,
+    those that have not ended first, and `num_models` counts all.
     """
     visible = caller.visible(access_scope)
     wanted = Search(
@@ -69,38 +73,45 @@ async def list_usage(  # noqa: PLR0917 - query parameters
     ids = None
     if status == "waiting":
         page = Page(0, _MAX_WAITING)
-        waiting, _ = await server.runs.states.search(RunSearch(visible), "waiting", page)
+        runs = RunSearch(visible, session_ids=matching_ids(wanted))
+        waiting, _ = await server.runs.states.search(runs, "waiting", page)
         ids = {run.session_id for run, _ in waiting}
         if not ids:
             return SessionUsageList(sessions=[], total_count=0)
     sessions, total = await server.catalog.page_of_sessions(wanted, ids, Page(offset, limit))
-    return SessionUsageList(sessions=await _usage(sessions, server), total_count=total)
+    listed = await server.catalog.last_used_runs([each.id for each in sessions], _LISTED_RUNS)
+    return SessionUsageList(sessions=await _usage(sessions, listed, server), total_count=total)
 
 
 @router.get("/session_usage/{session_id}")
 async def show_usage(session_id: str, server: Server, caller: Caller) -> SessionUsage:
     """Return the resource usage of a session."""
     found = caller.require(await server.catalog.session(session_id), f"session {session_id!r}")
-    (usage,) = await _usage([found], server)
+    (usage,) = await _usage([found], await server.catalog.runs_of_session(session_id), server)
     return usage
 
 
-async def _usage(sessions: Sequence[Session], server: Server) -> list[SessionUsage]:
-    runs = await server.catalog.runs_of_sessions([session.id for session in sessions])
+async def _usage(
+    sessions: Sequence[Session], runs: Sequence[TrainingRun], server: Server
+) -> list[SessionUsage]:
+    totals = await server.catalog.run_totals([session.id for session in sessions])
     places = await server.runs.states.of(runs)
     # Nothing is known of a run on disk but what it has reported last.
     on_disk = [run.id for run, place in zip(runs, places, strict=True) if place.state == "on disk"]
     reported = await server.points.last_points(on_disk)
     models: dict[str, list[ModelUsage]] = {session.id: [] for session in sessions}
-    used = {session.id: session.last_heartbeat_at for session in sessions}
     for run, place in zip(runs, places, strict=True):
         step = reported[run.id].step if run.id in reported else place.step
         models[run.session_id].append(_model(run, place, step))
-        used[run.session_id] = max(used[run.session_id], run.last_request_at)
-    return [_describe(session, models[session.id], used[session.id]) for session in sessions]
+    return [
+        _describe(session, models[session.id], *totals.get(session.id, (0, session.created_at)))
+        for session in sessions
+    ]
 
 
-def _describe(session: Session, models: list[ModelUsage], last_seen_at: datetime) -> SessionUsage:
+def _describe(
+    session: Session, models: list[ModelUsage], num_models: int, last_request_at: datetime
+) -> SessionUsage:
     known = [model.memory_bytes for model in models if model.memory_bytes is not None]
     return SessionUsage(
         session_id=session.id,
@@ -112,8 +123,9 @@ def _describe(session: Session, models: list[ModelUsage], last_seen_at: datetime
         finish_reason=session.finish_reason,
         finish_detail=session.finish_detail,
         last_heartbeat_at=session.last_heartbeat_at,
-        last_seen_at=last_seen_at,
+        last_seen_at=max(session.last_heartbeat_at, last_request_at),
         models=models,
+        num_models=num_models,
         memory_bytes=sum(known) if known else None,
     )
 

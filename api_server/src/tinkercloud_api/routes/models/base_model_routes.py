@@ -1,6 +1,6 @@
 """The base models of a server: listing, adding and removing them (no SDK calls)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -29,13 +29,21 @@ async def list_base_models(server: Server, caller: Caller) -> BaseModelList:
     """List the base models: their state, where they come from (for admins), and their runs.
 
     Of a pool, it lists each cluster. The heads of those that this server has used say what memory
-    their models take, and what is free.
+    their models take, and what is free, if they respond within two seconds.
     """
     models = await server.base_models.listed(caller)
     if any(model.pool is not None for model in models):
-        held = await server.shared_heads.by_cluster()
-        models = [_with_memory(model, held) for model in models]
+        models = with_memory(
+            models, server.shared_heads.by_cluster(await server.shared_heads.shown())
+        )
     return BaseModelList(base_models=models)
+
+
+def with_memory(
+    models: Sequence[ListedModel], by_cluster: Mapping[str, HeldModels]
+) -> list[ListedModel]:
+    """Return base models with the memory of the clusters of their pools, by name."""
+    return [_with_memory(model, by_cluster) for model in models]
 
 
 def _with_memory(model: ListedModel, by_cluster: Mapping[str, HeldModels]) -> ListedModel:

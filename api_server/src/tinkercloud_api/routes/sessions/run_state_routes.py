@@ -1,6 +1,6 @@
 """Runs as their owners see them: how each is doing, and saving and stopping them (no SDK calls)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -22,7 +22,7 @@ from tinkercloud_api.routes.account.session_usage import LIVE
 from tinkercloud_api.routes.requests.call import wait_for_head
 from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
-from tinkercloud_protocol.heads.launch import ModelSpec
+from tinkercloud_protocol.heads.launch import HeldModel, ModelSpec
 from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, MetricValues
 from tinkercloud_protocol.requests.training_requests import TrainingName
 from tinkercloud_protocol.responses.run_states import (
@@ -93,6 +93,15 @@ async def list_runs(  # noqa: PLR0917 - query parameters
     wanted = RunSearch(_visible(caller, owner, access_scope), search)
     found, total = await server.runs.states.search(wanted, status, Page(offset, limit))
     return RunList(runs=await _infos(found, server), total_count=total)
+
+
+async def last_used_runs(
+    server: Context, caller: Principal, most: int, held: Mapping[str, HeldModel]
+) -> Sequence[RunInfo]:
+    """Return the runs used last that a caller may see, with the models of heads, by id."""
+    wanted, page = RunSearch(_visible(caller, None, "accessible")), Page(0, most)
+    found, _ = await server.runs.states.search(wanted, None, page, held)
+    return await _infos(found, server)
 
 
 @router.get("/runs/{run_id}")
