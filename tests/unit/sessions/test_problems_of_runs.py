@@ -82,6 +82,19 @@ def test_a_run_whose_requests_make_no_progress_is_stuck_and_one_that_computes_is
     assert problems(RUN, held(waiting_seconds=60)) == []
 
 
+def test_a_request_that_runs_for_long_is_a_problem_only_after_an_hour() -> None:
+    def held(minutes: int) -> Whereabouts:
+        model = HeldModel(model_id=RUN.id, waiting_seconds=60 * minutes)
+        return Whereabouts("live", None, "running", held=model)
+
+    (slow,) = problems(RUN, held(minutes=60))
+
+    assert slow.reason == "it may be stuck: its request has run for 60 minutes"
+    assert slow.remedy.startswith("wait if a large model is being saved or loaded")
+    assert slow.since == NOW - timedelta(hours=1)
+    assert problems(RUN, held(minutes=59)) == []
+
+
 def test_a_head_that_says_nothing_is_a_problem_of_its_runs() -> None:
     (silent,) = problems(RUN, Whereabouts("live", HEAD_IS_SILENT))
 

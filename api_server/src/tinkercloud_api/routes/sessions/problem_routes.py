@@ -26,14 +26,19 @@ router = APIRouter(prefix="/api/v1", tags=["problems"])
 
 _MAX_RUNS = 100
 """Runs that are looked at, the last used first."""
-_STUCK_AFTER = timedelta(minutes=10)
-"""How long requests of a run must wait without progress until that is a problem."""
+_STUCK_AFTER = {"waiting": timedelta(minutes=10), "running": timedelta(hours=1)}
+"""How long no request of a run finishes until that is a problem, by the state of the next one. One
+that runs may be the save or the first load of a large model."""
 _FAILED_WITHIN = timedelta(days=7)
 """How long a program that has failed is a problem."""
 _SAVE = "save its state now: tinkercloud runs save {run}"
 _STUCK = (
     "look at the log of its session head, and at tinkercloud runs timeline {run}; if its client is"
     " gone, end the run: tinkercloud runs stop {run}"
+)
+_SLOW = (
+    "wait if a large model is being saved or loaded; otherwise look at the log of its session head,"
+    " or end the run: tinkercloud runs stop {run}"
 )
 _SILENT = "look at the log of its session head; restart the head if that does not continue"
 
@@ -209,13 +214,15 @@ def _causes(
     if held is None:
         return
     waited = timedelta(seconds=held.waiting_seconds)
-    computes = held.tokens_per_minute > 0
-    if place.queue_state in {"waiting", "running"} and waited >= _STUCK_AFTER and not computes:
-        minutes = waited // timedelta(minutes=1)
+    limit = _STUCK_AFTER.get(place.queue_state)
+    if limit is not None and waited >= limit and held.tokens_per_minute == 0:
+        minutes, remedy = waited // timedelta(minutes=1), _STUCK
         why = f"it is stuck: for {minutes} minutes no request has finished, although some wait"
-        if place.queue_reason is not None:
+        if place.queue_state == "running":
+            why, remedy = f"it may be stuck: its request has run for {minutes} minutes", _SLOW
+        elif place.queue_reason is not None:
             why = f"{why} ({place.queue_reason})"
-        yield why, _STUCK.format(run=row.id), moment - waited
+        yield why, remedy.format(run=row.id), moment - waited
     save = _SAVE.format(run=row.id)
     if held.degraded is not None:
         yield (
