@@ -8,6 +8,7 @@ import pytest
 from tinkercloud_api.catalog.schema.tables import TrainingRun, now
 from tinkercloud_api.heads.run_states import HEAD_IS_SILENT, Whereabouts
 from tinkercloud_api.routes.sessions.problem_routes import of_run
+from tinkercloud_api.runs.first_seen import FirstSeen
 from tinkercloud_protocol.heads.launch import HeldModel
 from tinkercloud_protocol.responses.problems import Problem
 
@@ -53,6 +54,23 @@ def test_a_lost_run_and_one_that_is_not_safe_say_what_to_do() -> None:
         "a kill of its head would lose steps: the disk is full",
         "it has no automatic checkpoint: no space",
     ]
+
+
+def test_each_of_two_problems_with_one_remedy_has_its_own_start() -> None:
+    def live(**failures: str) -> Whereabouts:
+        return Whereabouts("live", held=HeldModel.model_validate({"model_id": RUN.id, **failures}))
+
+    seen, later = FirstSeen(), NOW + timedelta(minutes=5)
+    seen.dated(problems(RUN, live(autosave_failure="no space")), NOW)
+    found = seen.dated(
+        problems(RUN, live(autosave_failure="no space", degraded="the disk is full")), later
+    )
+
+    assert [(each.since, each.reason.partition(":")[0]) for each in found] == [
+        (later, "a kill of its head would lose steps"),
+        (NOW, "it has no automatic checkpoint"),
+    ]
+    assert "cause" not in found[0].model_dump()
 
 
 def test_a_run_whose_session_says_what_it_waits_for_is_no_second_problem() -> None:
