@@ -237,16 +237,19 @@ async def test_runs_of_a_store_that_does_not_respond_are_unknown(
 async def test_runs_whose_head_ends_or_has_ended_say_why_and_what_to_do(world: World) -> None:
     world.provider.ends = {
         "own": HeadEnd(is_over=False, reason="its session is being deleted"),
+        "new": HeadEnd(is_over=False, reason="it never ran", has_run=False),
         "idle": HeadEnd(is_over=True, reason="its session has ended"),
     }
 
-    ending, lost = (await world.named("ending"))["own"], (await world.named("lost"))["idle"]
+    ends, lost = await world.named("ending"), (await world.named("lost"))["idle"]
+    ending, unstarted = ends["own"], ends["new"]
 
     assert (ending["reason"], lost["reason"]) == (
         "its session is being deleted",
         "its session has ended",
     )
     assert ending["remedy"].startswith("wait until its last checkpoint is saved")
+    assert unstarted["remedy"] == "create the run again: it has no state to continue from"
     assert lost["remedy"] == "continue it from a checkpoint: tinkercloud runs attach idle"
     for path in ("/console/runs", "/console/sessions"):
         page = await world.http.get(path)

@@ -54,6 +54,8 @@ class Whereabouts:
     step: int | None = None
     held: HeldModel | None = None
     """What its head says; None if no shared head has the model."""
+    has_run: bool = True
+    """Whether its head ever ran; known of runs that are ending."""
 
     def has(self, status: RunStatus) -> bool:
         """Return whether a search for a status finds the run."""
@@ -130,6 +132,7 @@ class RunStates:
             "waiting" if waits else "idle",
             end.reason if waits else None,
             held.step if held is not None else None,
+            has_run=end.has_run,
         )
 
     async def _find(
