@@ -73,6 +73,12 @@ def test_each_of_two_problems_with_one_remedy_has_its_own_start() -> None:
     assert "cause" not in found[0].model_dump()
 
 
+def test_a_run_that_its_head_saves_at_its_end_is_no_problem() -> None:
+    held = HeldModel(model_id=RUN.id, degraded="the disk is full", unsaved_steps=3)
+
+    assert problems(RUN, Whereabouts("ending", "its session is deleted", held=held)) == []
+
+
 def test_a_run_whose_session_says_what_it_waits_for_is_no_second_problem() -> None:
     assert problems(RUN, FULL, explained=RUN.id) == []
 

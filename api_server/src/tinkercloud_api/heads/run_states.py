@@ -62,7 +62,7 @@ class Whereabouts:
         if status == "waiting":
             return self.state == "waiting" or self.queue_state not in {"idle", "running"}
         if status in {"running", "idle"}:
-            in_memory = self.held is not None and not self.held.is_suspended
+            in_memory = self.state == "live" and self.held is not None
             return in_memory and self.queue_state == status
         return self.state == status
 
@@ -132,6 +132,7 @@ class RunStates:
             "waiting" if waits else "idle",
             end.reason if waits else None,
             held.step if held is not None else None,
+            None if end.is_over else held,
             has_run=end.has_run,
         )
 

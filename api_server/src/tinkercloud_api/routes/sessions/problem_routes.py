@@ -212,7 +212,8 @@ def _causes(
         why = place.queue_reason or f"its next request is {place.queue_state}"
         # A run that has no model yet waits since it was created.
         yield "wait", why, remedy, None if row.generation else row.created_at
-    if held is None:
+    # The head of a run that is ending saves it.
+    if held is None or place.state == "ending":
         return
     waited = timedelta(seconds=held.waiting_seconds)
     limit = _STUCK_AFTER.get(place.queue_state)
