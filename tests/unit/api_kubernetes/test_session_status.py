@@ -159,6 +159,16 @@ def test_a_session_that_is_deleted_ends_and_one_that_expired_is_over() -> None:
     ]
 
 
+def test_a_session_that_is_deleted_before_it_ran_has_nothing_to_save() -> None:
+    queued = a_session(a_condition(ConditionType.READY, "False", Reason.QUEUED))
+
+    end = head_end(replace(queued, is_deleted=True))
+
+    assert end == HeadEnd(
+        False, "TrainingSession one is being deleted: it never ran", has_run=False
+    )
+
+
 def test_a_suspension_by_the_owner_is_reported_and_not_overridden() -> None:
     idle = a_condition(ConditionType.SUSPENDED, "True", Reason.IDLE)
 

@@ -31,7 +31,7 @@ from tinkercloud_testing.serving.served_heads import served
 
 KEY = "tml-of-somebody-who-searches"
 HELD = [
-    HeldModel(model_id="idle"),
+    HeldModel(model_id="idle", model_bytes=2**20, unsaved_steps=3),
     HeldModel(model_id="running", queue_state="running"),
     HeldModel(model_id="queued", queue_state="waiting", queue_reason="the trainer is busy"),
     HeldModel(model_id="limited", queue_state="paused_rate_limit", queue_reason="9 of 9 tokens"),
@@ -237,16 +237,19 @@ async def test_runs_of_a_store_that_does_not_respond_are_unknown(
 async def test_runs_whose_head_ends_or_has_ended_say_why_and_what_to_do(world: World) -> None:
     world.provider.ends = {
         "own": HeadEnd(is_over=False, reason="its session is being deleted"),
+        "new": HeadEnd(is_over=False, reason="it never ran", has_run=False),
         "idle": HeadEnd(is_over=True, reason="its session has ended"),
     }
 
-    ending, lost = (await world.named("ending"))["own"], (await world.named("lost"))["idle"]
+    ends, lost = await world.named("ending"), (await world.named("lost"))["idle"]
+    ending, unstarted = ends["own"], ends["new"]
 
     assert (ending["reason"], lost["reason"]) == (
         "its session is being deleted",
         "its session has ended",
     )
     assert ending["remedy"].startswith("wait until its last checkpoint is saved")
+    assert unstarted["remedy"] == "create the run again: it has no state to continue from"
     assert lost["remedy"] == "continue it from a checkpoint: tinkercloud runs attach idle"
     for path in ("/console/runs", "/console/sessions"):
         page = await world.http.get(path)
@@ -254,6 +257,15 @@ async def test_runs_whose_head_ends_or_has_ended_say_why_and_what_to_do(world: W
     problems = (await world.http.get("/console/problems")).text
     # Nobody waits for a run that is ending.
     assert (lost["remedy"] in problems, ending["remedy"] in problems) == (True, False)
+
+
+async def test_a_run_that_its_head_saves_at_its_end_still_has_its_memory(world: World) -> None:
+    world.provider.ends = {"idle": HeadEnd(is_over=False, reason="its session is being deleted")}
+
+    saving = (await world.named("ending"))["idle"]
+
+    assert (saving["memory_bytes"], saving["unsaved_steps"]) == (2**20, 3)
+    assert "idle" not in await world.named("idle")
 
 
 async def test_an_unknown_status_is_refused_with_those_that_there_are(world: World) -> None:

@@ -8,6 +8,7 @@ import pytest
 from tinkercloud_api.catalog.schema.tables import TrainingRun, now
 from tinkercloud_api.heads.run_states import HEAD_IS_SILENT, Whereabouts
 from tinkercloud_api.routes.sessions.problem_routes import of_run
+from tinkercloud_api.runs.first_seen import FirstSeen
 from tinkercloud_protocol.heads.launch import HeldModel
 from tinkercloud_protocol.responses.problems import Problem
 
@@ -55,6 +56,29 @@ def test_a_lost_run_and_one_that_is_not_safe_say_what_to_do() -> None:
     ]
 
 
+def test_each_of_two_problems_with_one_remedy_has_its_own_start() -> None:
+    def live(**failures: str) -> Whereabouts:
+        return Whereabouts("live", held=HeldModel.model_validate({"model_id": RUN.id, **failures}))
+
+    seen, later = FirstSeen(), NOW + timedelta(minutes=5)
+    seen.dated(problems(RUN, live(autosave_failure="no space")), NOW)
+    found = seen.dated(
+        problems(RUN, live(autosave_failure="no space", degraded="the disk is full")), later
+    )
+
+    assert [(each.since, each.reason.partition(":")[0]) for each in found] == [
+        (later, "a kill of its head would lose steps"),
+        (NOW, "it has no automatic checkpoint"),
+    ]
+    assert "cause" not in found[0].model_dump()
+
+
+def test_a_run_that_its_head_saves_at_its_end_is_no_problem() -> None:
+    held = HeldModel(model_id=RUN.id, degraded="the disk is full", unsaved_steps=3)
+
+    assert problems(RUN, Whereabouts("ending", "its session is deleted", held=held)) == []
+
+
 def test_a_run_whose_session_says_what_it_waits_for_is_no_second_problem() -> None:
     assert problems(RUN, FULL, explained=RUN.id) == []
 
@@ -80,6 +104,19 @@ def test_a_run_whose_requests_make_no_progress_is_stuck_and_one_that_computes_is
     assert stuck.since == NOW - timedelta(minutes=12)
     assert problems(RUN, held(waiting_seconds=720, tokens_per_minute=1.0)) == []
     assert problems(RUN, held(waiting_seconds=60)) == []
+
+
+def test_a_request_that_runs_for_long_is_a_problem_only_after_an_hour() -> None:
+    def held(minutes: int) -> Whereabouts:
+        model = HeldModel(model_id=RUN.id, waiting_seconds=60 * minutes)
+        return Whereabouts("live", None, "running", held=model)
+
+    (slow,) = problems(RUN, held(minutes=60))
+
+    assert slow.reason == "it may be stuck: its request has run for 60 minutes"
+    assert slow.remedy.startswith("wait if a large model is being saved or loaded")
+    assert slow.since == NOW - timedelta(hours=1)
+    assert problems(RUN, held(minutes=59)) == []
 
 
 def test_a_head_that_says_nothing_is_a_problem_of_its_runs() -> None:

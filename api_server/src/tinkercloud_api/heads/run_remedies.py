@@ -13,10 +13,13 @@ _REMEDIES: Mapping[str, str] = {
     " the memory that the reason names",
     "paused_rate_limit": "wait, or ask an admin for more tokensPerMinute",
 }
+_NEVER_RAN = "create the run again: it has no state to continue from"
 
 
 def remedy_of_state(place: Whereabouts, run_id: str) -> str | None:
     """Return what to do about the state of a run; None if there is nothing to do."""
+    if not place.has_run:
+        return _NEVER_RAN
     return _filled(place.state, run_id)
 
 

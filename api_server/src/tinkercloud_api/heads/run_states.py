@@ -54,13 +54,15 @@ class Whereabouts:
     step: int | None = None
     held: HeldModel | None = None
     """What its head says; None if no shared head has the model."""
+    has_run: bool = True
+    """Whether its head ever ran; known of runs that are ending."""
 
     def has(self, status: RunStatus) -> bool:
         """Return whether a search for a status finds the run."""
         if status == "waiting":
             return self.state == "waiting" or self.queue_state not in {"idle", "running"}
         if status in {"running", "idle"}:
-            in_memory = self.held is not None and not self.held.is_suspended
+            in_memory = self.state == "live" and self.held is not None
             return in_memory and self.queue_state == status
         return self.state == status
 
@@ -139,6 +141,8 @@ class RunStates:
             "waiting" if waits else "idle",
             end.reason if waits else None,
             held.step if held is not None else None,
+            None if end.is_over else held,
+            has_run=end.has_run,
         )
 
     async def _find(

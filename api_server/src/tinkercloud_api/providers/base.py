@@ -108,8 +108,10 @@ class HeadEnd:
     """The end of a run's head, for good."""
 
     is_over: bool
-    """Whether it has ended; otherwise it saves a last checkpoint."""
+    """Whether it has ended; otherwise it saves a last checkpoint, or stops if it never ran."""
     reason: str
+    has_run: bool = True
+    """Whether it ever ran; there is nothing to save or to continue of one that never did."""
 
 
 class HeadFailed(WireError):

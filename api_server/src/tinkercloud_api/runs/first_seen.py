@@ -16,7 +16,7 @@ class FirstSeen:
 
     def __init__(self) -> None:
         """Create it without problems."""
-        self._times: dict[tuple[str, str, str], tuple[datetime, datetime]] = {}
+        self._times: dict[tuple[str, str, str, str], tuple[datetime, datetime]] = {}
         """When each was found first and last."""
 
     def dated(self, found: Iterable[Problem], moment: datetime) -> list[Problem]:
@@ -33,7 +33,7 @@ class FirstSeen:
         if problem.since is not None:
             return problem.model_copy(update={"since": problem.since.astimezone(UTC)})
         # The reason may contain numbers that change.
-        key = problem.kind, problem.subject, problem.remedy
+        key = problem.kind, problem.subject, problem.cause, problem.remedy
         first, _ = self._times.get(key, (moment, moment))
         self._times[key] = first, moment
         return problem.model_copy(update={"since": first})

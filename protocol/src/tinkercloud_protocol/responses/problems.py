@@ -3,6 +3,8 @@
 from datetime import datetime
 from typing import Literal
 
+from pydantic import Field
+
 from tinkercloud_protocol.responses.listings import Answer
 
 ProblemKind = Literal["store", "disk", "model", "pool", "session", "run", "program", "quota"]
@@ -21,6 +23,8 @@ class Problem(Answer):
     run_id: str | None = None
     """The run that it is about, or whose session or program it is; None if there is none."""
     reason: str
+    cause: str = Field(default="", exclude=True)
+    """Which of several problems of the subject it is; not in the response."""
     remedy: str
     since: datetime | None = None
     """When it began, or when somebody first asked and it was there; lists always have it."""

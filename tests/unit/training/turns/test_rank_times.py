@@ -1,24 +1,70 @@
 """Requests that want to know it learn when ranks ran their commands."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 
 import pytest
 
 from tinkercloud_worker.engine.turns import rank_times
-from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground
+from tinkercloud_worker.engine.turns.engine_thread import (
+    EngineThread,
+    NoBackground,
+    PieceLimit,
+    Tokens,
+)
+from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.engine.turns.rank_times import MOST_TIMES, RankTime
+
+
+class Sampler:
+    """A background task that runs a command in each of its steps."""
+
+    def __init__(self) -> None:
+        self.steps_left = 0
+
+    def has_work(self) -> bool:
+        return self.steps_left > 0
+
+    def step(self) -> Tokens:
+        self.steps_left -= 1
+        run("sample", (1, 2))
+        return {}
+
+
+class Passes:
+    """Runs requests, two at a time, with a background step between two commands."""
+
+    def __init__(self, background: Sampler) -> None:
+        self._background = background
+
+    def can_batch(self, items: Sequence[str], _item: str) -> bool:
+        return len(items) < 2
+
+    def run_batch(self, items: Sequence[str], between: Callable[[], None]) -> list[str]:
+        run("first", (1, 2))
+        self._background.steps_left = 1
+        between()
+        run("second", (3, 4))
+        return list(items)
+
+    def pieces(self, item: str, _limit: PieceLimit) -> Generator[int, None, str]:
+        yield from ()
+        return item
 
 
 @pytest.fixture
 async def thread() -> AsyncIterator[EngineThread]:
-    def fail(error: BaseException) -> None:
-        raise error
-
-    running = EngineThread(fail)
+    running = a_thread()
     running.start(NoBackground())
     yield running
     await asyncio.to_thread(running.stop)
+
+
+def a_thread() -> EngineThread:
+    def fail(error: BaseException) -> None:
+        raise error
+
+    return EngineThread(fail)
 
 
 def run(command: str, *times: tuple[float, float]) -> None:
@@ -56,6 +102,26 @@ async def test_requests_that_share_a_pass_get_its_times_each() -> None:
     run("of nobody", (3, 4))
 
     assert one == two == [RankTime("shared_pass", 0, 1, 2)]
+
+
+async def test_a_background_step_within_a_shared_pass_is_none_of_its_requests() -> None:
+    thread, sampler = a_thread(), Sampler()
+    passes = Passes(sampler)
+
+    async def request(model: str) -> rank_times.RankTimes:
+        times = rank_times.collect()
+        await thread.run_batched(passes, model, Share("me", model, tokens=1))
+        return times
+
+    requests = [asyncio.create_task(request(model)) for model in ("one", "two")]
+    # Both wait when the thread starts, so that they share a pass.
+    await asyncio.sleep(0)
+    thread.start(sampler)
+    found = await asyncio.gather(*requests)
+    await asyncio.to_thread(thread.stop)
+
+    assert [[each.command for each in times] for times in found] == [["first", "second"]] * 2
+    assert sampler.steps_left == 0
 
 
 async def test_a_request_that_wants_no_times_adds_none_to_those_of_an_earlier_one(

@@ -205,11 +205,11 @@ def head_end(session: TrainingSessionView) -> HeadEnd | None:
     """Return the end of a session, for good; None if it has none."""
     state = readiness(session)
     if session.is_deleted:
+        has_run = session.incarnation is not None
         # The object exists until the last checkpoint is written.
-        return HeadEnd(
-            is_over=False,
-            reason=_describe(session, " is being deleted", "its head saves a last checkpoint"),
-        )
+        why = "its head saves a last checkpoint" if has_run else "it never ran"
+        reason = _describe(session, " is being deleted", why)
+        return HeadEnd(is_over=False, reason=reason, has_run=has_run)
     if isinstance(state, Ended) and isinstance(state.error, StateLost):
         return HeadEnd(is_over=True, reason=state.error.message)
     return None

@@ -26,14 +26,19 @@ router = APIRouter(prefix="/api/v1", tags=["problems"])
 
 _MAX_RUNS = 100
 """Runs that are looked at, the last used first."""
-_STUCK_AFTER = timedelta(minutes=10)
-"""How long requests of a run must wait without progress until that is a problem."""
+_STUCK_AFTER = {"waiting": timedelta(minutes=10), "running": timedelta(hours=1)}
+"""How long no request of a run finishes until that is a problem, by the state of the next one. One
+that runs may be the save or the first load of a large model."""
 _FAILED_WITHIN = timedelta(days=7)
 """How long a program that has failed is a problem."""
 _SAVE = "save its state now: tinkercloud runs save {run}"
 _STUCK = (
     "look at the log of its session head, and at tinkercloud runs timeline {run}; if its client is"
     " gone, end the run: tinkercloud runs stop {run}"
+)
+_SLOW = (
+    "wait if a large model is being saved or loaded; otherwise look at the log of its session head,"
+    " or end the run: tinkercloud runs stop {run}"
 )
 _SILENT = "look at the log of its session head; restart the head if that does not continue"
 
@@ -173,12 +178,13 @@ def of_run(
         explained: runs of which a condition of their session says what they wait for.
         moment: the present time.
     """
-    for reason, remedy, since in _causes(row, place, loading, explained, moment):
+    for cause, reason, remedy, since in _causes(row, place, loading, explained, moment):
         yield Problem(
             kind="run",
             subject=row.id,
             owner=row.owner,
             run_id=row.id,
+            cause=cause,
             reason=reason,
             remedy=remedy,
             since=since,
@@ -192,43 +198,38 @@ def _causes(
     loading: Collection[str],
     explained: Collection[str],
     moment: datetime,
-) -> Iterator[tuple[str, str, datetime | None]]:
-    """Yield the reason of each problem of a run, its remedy and, if it is known, its start."""
+) -> Iterator[tuple[str, str, str, datetime | None]]:
+    """Yield each problem of a run: its cause, reason, remedy and, if it is known, its start."""
     held = place.held
     # A run that ends since its owner has deleted its session is no problem.
     is_wanted = place.state != "ending" or place.queue_state != "idle"
     if (remedy := remedy_of_state(place, row.id)) is not None and is_wanted:
-        yield place.reason or f"the run is {place.state}", remedy, None
+        yield "state", place.reason or f"the run is {place.state}", remedy, None
     if place.reason == HEAD_IS_SILENT:
-        yield place.reason, _SILENT, None
+        yield "silence", place.reason, _SILENT, None
     waits_for_others = row.base_model in loading or row.id in explained
     if (remedy := remedy_of_wait(place, row.id)) is not None and not waits_for_others:
         why = place.queue_reason or f"its next request is {place.queue_state}"
         # A run that has no model yet waits since it was created.
-        yield why, remedy, None if row.generation else row.created_at
-    if held is None:
+        yield "wait", why, remedy, None if row.generation else row.created_at
+    # The head of a run that is ending saves it.
+    if held is None or place.state == "ending":
         return
     waited = timedelta(seconds=held.waiting_seconds)
-    computes = held.tokens_per_minute > 0
-    if place.queue_state in {"waiting", "running"} and waited >= _STUCK_AFTER and not computes:
-        minutes = waited // timedelta(minutes=1)
+    limit = _STUCK_AFTER.get(place.queue_state)
+    if limit is not None and waited >= limit and held.tokens_per_minute == 0:
+        minutes, remedy = waited // timedelta(minutes=1), _STUCK
         why = f"it is stuck: for {minutes} minutes no request has finished, although some wait"
-        if place.queue_reason is not None:
+        if place.queue_state == "running":
+            why, remedy = f"it may be stuck: its request has run for {minutes} minutes", _SLOW
+        elif place.queue_reason is not None:
             why = f"{why} ({place.queue_reason})"
-        yield why, _STUCK.format(run=row.id), moment - waited
+        yield "standstill", why, remedy.format(run=row.id), moment - waited
     save = _SAVE.format(run=row.id)
     if held.degraded is not None:
-        yield (
-            f"a kill of its head would lose steps: {held.degraded}",
-            save,
-            None,
-        )
+        yield "degraded", f"a kill of its head would lose steps: {held.degraded}", save, None
     if held.autosave_failure is not None:
-        yield (
-            f"it has no automatic checkpoint: {held.autosave_failure}",
-            save,
-            None,
-        )
+        yield "autosave", f"it has no automatic checkpoint: {held.autosave_failure}", save, None
 
 
 def _of_program(program: ProgramInfo) -> Problem:

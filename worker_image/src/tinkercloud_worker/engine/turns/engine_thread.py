@@ -508,7 +508,9 @@ class EngineThread:
             if not self._background.has_work():
                 return
             began = self._now()
-            tokens = self._background.step()
+            # Between the passes of a batch too, its commands are those of other requests.
+            with rank_times.serving(()):
+                tokens = self._background.step()
             self._last_report = self._now()
             self._background_seconds += self._last_report - began
             self._usage.count_seconds(tokens, self._last_report - began)

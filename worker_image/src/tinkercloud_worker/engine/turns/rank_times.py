@@ -49,12 +49,17 @@ def collected() -> RankTimes | None:
 
 @contextmanager
 def serving(requests: Iterable[RankTimes | None]) -> Iterator[None]:
-    """Count commands of this thread within the context for requests, given by their lists."""
+    """Count commands of this thread within the context for these requests alone, by their lists."""
+    before = _served()
     _SERVED.times = [times for times in requests if times is not None]
     try:
         yield
     finally:
-        _SERVED.times = []
+        _SERVED.times = before
+
+
+def _served() -> list[RankTimes]:
+    return getattr(_SERVED, "times", [])
 
 
 def note(command: str, times: Sequence[tuple[float, float]]) -> None:
@@ -64,7 +69,7 @@ def note(command: str, times: Sequence[tuple[float, float]]) -> None:
         command: its name.
         times: when each rank started and finished it.
     """
-    collecting: list[RankTimes] = getattr(_SERVED, "times", [])
+    collecting = _served()
     if not collecting:
         return
     slowest = max(range(len(times)), key=lambda rank: times[rank][1] - times[rank][0])
