@@ -26,7 +26,8 @@ READ_ONLY = {
     *("keys list", "users list", "users show", "projects list", "projects show"),
     *("models list", "sessions list", "sessions show", "audit export", "audit verify"),
     *("runs list", "runs show", "runs curve", "runs timeline", "runs compare"),
-    *("programs list", "programs show", "programs logs", "checkpoints list"),
+    *("programs list", "programs show", "programs logs", "programs rewards", "checkpoints list"),
+    *("pools list", "pools show"),
 }
 ADD_SOMETHING = {
     *("serve", "demo", "ask", "keys create", "users create", "users enable", "projects create"),
@@ -40,6 +41,9 @@ WITHOUT_YES = {
     "projects rename": "another call undoes it",
     "projects set-member": "another call undoes it",
     "projects move": "another call undoes it",
+    "checkpoints publish": "another call undoes it",
+    "checkpoints unpublish": "another call undoes it",
+    "checkpoints ttl": "another call undoes it",
     "runs export": "it replaces only what it has written itself",
     "drain": "sessions continue on another node; --cordon says that it is meant",
 }
