@@ -24,6 +24,7 @@ OF_RELEASES = {
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_console.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_groups.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_indexes.py",
+    "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_newest.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_samples.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_session_keys.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_stops.py",
