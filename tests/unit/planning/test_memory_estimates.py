@@ -167,7 +167,7 @@ def kept_with_liger() -> dict[str, float]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=580,
     )
     assert done.returncode == 0, done.stderr
     kept_of_layers: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -262,6 +262,8 @@ def estimated_with_liger(config: dict[str, Any]) -> float:
     return layer_values(model, model.repeated, Layout(), RANK, kernels) + its_input
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @linux_only
 @pytest.mark.parametrize("name", FUSED_SHAPES)
 def test_what_a_layer_keeps_with_fused_kernels_is_estimated_within_a_hundredth(
@@ -272,6 +274,8 @@ def test_what_a_layer_keeps_with_fused_kernels_is_estimated_within_a_hundredth(
     assert estimate == pytest.approx(kept_with_liger[name], rel=0.01)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @linux_only
 @pytest.mark.parametrize("name", UNFUSED_SHAPES)
 def test_what_a_layer_keeps_where_fused_kernels_do_not_fit_is_estimated_within_a_tenth(
@@ -282,6 +286,8 @@ def test_what_a_layer_keeps_where_fused_kernels_do_not_fit_is_estimated_within_a
     assert estimate == pytest.approx(kept_with_liger[name], rel=0.1)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 @linux_only
 @pytest.mark.parametrize("name", FUSED_MIXTURES)
 def test_of_mixtures_with_fused_kernels_no_more_is_kept_than_estimated_and_at_most_a_fifth_less(

@@ -116,6 +116,8 @@ def test_a_configuration_that_transformers_has_written_is_read_with_its_tower() 
     assert read_from_it.parameters == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [QWEN2_5, QWEN3, GEMMA3])
 def test_an_image_takes_no_more_than_is_estimated_and_at_least_two_thirds(name: str) -> None:
     config = small(name)
