@@ -23,7 +23,7 @@ CALLS = {
         "create_session",
         "session_heartbeat",
     ),
-    *("sessions", "create_model", "get_info", "get_tokenizer", "retrieve_future"),
+    *("sessions", "session_usage", "create_model", "get_info", "get_tokenizer", "retrieve_future"),
     *("cleanup_futures", "forward_backward", "forward", "optim_step", "save_weights"),
     *("save_weights_for_sampler", "load_weights", "weights_info", "sample", "asample"),
     *("create_sampling_client", "runs", "problems", "delete_model", "usage", "users"),

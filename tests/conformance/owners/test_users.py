@@ -102,7 +102,7 @@ def test_what_a_disabled_owner_has_made_stays(server: Server) -> None:
     ("arguments", "message"),
     [
         (("show", "nobody"), "no owner is named 'nobody'"),
-        (("disable", "nobody"), "no owner is named 'nobody'"),
+        (("disable", "nobody", "--yes"), "no owner is named 'nobody'"),
         (("enable", "nobody"), "no owner is named 'nobody'"),
         (("set-role", "nobody", "user"), "no owner is named 'nobody'"),
         (("set-role", "nobody", "root"), "role: expected one of user, admin, read-only or none"),
