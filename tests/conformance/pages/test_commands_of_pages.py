@@ -65,6 +65,7 @@ NOT_RUN = {
     ),
     r"pip |uv |\.uv/|python3? -m (venv|zipfile)|sglang/bin/pip": "needs a package index",
     r"git clone|hf download|tinkercloud models add Qwen/": "needs a hub",
+    r"python -m tinkercloud_testing\.": "needs the tag of a release",
     r"tinker checkpoint push-hf": "needs a hub: tests/conformance/checkpoints has its files",
     r"docker|pg_dump|pg_restore": "needs Docker or PostgreSQL",
     r"vllm|VLLM_|python -m sglang|llama-server|python llama\.cpp": "needs an engine's packages",
