@@ -165,6 +165,7 @@ def content_of(store: ObjectStore) -> dict[str, bytes]:
     return {path: bytes(obstore.get(store, path).bytes()) for path in found}
 
 
+@pytest.mark.long
 def test_a_catalog_in_postgresql_and_a_bucket_are_restored_and_a_suspended_run_continues(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
