@@ -79,7 +79,7 @@ class Catalog(
 
         Args:
             search: what they have in common.
-            ids: ids of those to choose from; None for all.
+            ids: ids to select from; None means all.
             page: page to return.
         """
         query = matching(search)

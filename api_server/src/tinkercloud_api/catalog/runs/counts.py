@@ -54,7 +54,7 @@ class Counts(Statements):
     ) -> Sequence[TrainingRun]:
         """Return the runs of sessions, in order of creation: of each at most some.
 
-        These are the ones used last of those that have not ended, then of the others.
+        Runs that have not ended come first, then ended ones, each the last used first.
         """
         is_deleted = TrainingRun.deleted_at.is_not(None)
         by_use = (is_deleted, TrainingRun.last_request_at.desc(), TrainingRun.id)

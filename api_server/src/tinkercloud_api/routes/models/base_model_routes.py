@@ -28,8 +28,8 @@ class AddBaseModel(WireModel):
 async def list_base_models(server: Server, caller: Caller) -> BaseModelList:
     """List the base models: their state, where they come from (for admins), and their runs.
 
-    Of a pool, it lists each cluster. The heads of those that this server has used say what memory
-    their models take, and what is free, if they respond within two seconds.
+    A pool lists each of its clusters. The heads of those that this server has used report the
+    memory that their models take, and what is free, if they respond within two seconds.
     """
     models = await server.base_models.listed(caller)
     if any(model.pool is not None for model in models):

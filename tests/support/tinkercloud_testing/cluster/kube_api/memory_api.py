@@ -153,7 +153,7 @@ class MemoryApi:
         return web.json_response(self.objects.pop(path, {}))
 
     async def _watch(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Send the changes of a collection until the client leaves, whatever it selects."""
+        """Send all changes of a collection until the client disconnects; selectors are ignored."""
         response, events = web.StreamResponse(), asyncio.Queue[Json]()
         await response.prepare(request)
         self._watches.append((request.path, events))
