@@ -121,7 +121,7 @@ def test_a_terminal_shows_a_server_that_leaves_and_returns_until_ctrl_c(server: 
     server.stop()
     screen.wait_for("trying again")
     server.start()
-    screen.wait_for(r"\d\d:\d\d:\d\d +\r?\n")
+    screen.wait_for(r"\d\d:\d\d:\d\dZ +\r?\n")
     screen.process.send_signal(signal.SIGINT)
 
     # The terminal shows what it did before the command, with its cursor.
