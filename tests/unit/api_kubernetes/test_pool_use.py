@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from tinkercloud_api.providers.cluster.pool_use import gpu_use, pool_use
+from tinkercloud_api.providers.cluster.pool_use import gpu_use, pools_in_use
 from tinkercloud_api.providers.cluster.session_status import (
     TrainingSessionView,
     read_base_model,
@@ -64,9 +64,10 @@ def test_a_pool_has_the_counts_that_the_operator_has_written_and_each_of_its_clu
     serving = a_cluster("pool-a", conditions=[a_condition("True", "Ready")], **idle)
     runs = [a_run("one", "pool-a"), a_run("two", "pool-a"), a_run("three", "pool-b")]
 
-    use = pool_use(read, [starting, serving, a_cluster("other", "tiny/other"), *runs], NOW)
+    sessions = [starting, serving, a_cluster("other", "tiny/other"), *runs]
+    use = pools_in_use([read], sessions, NOW)
 
-    assert use == PoolUse(
+    assert use["tiny/llama"] == PoolUse(
         clusters=2,
         ready=1,
         models=3,
@@ -85,7 +86,25 @@ def test_a_pool_has_the_counts_that_the_operator_has_written_and_each_of_its_clu
             PoolClusterUse(name="pool-b", state="Provisioning", slots=8, models=1, gpus=0),
         ],
     )
-    assert pool_use(read_base_model(BASE_MODEL), [serving], NOW) is None
+    assert pools_in_use([read_base_model(BASE_MODEL)], [serving], NOW) == {}
+
+
+def test_pools_of_several_base_models_have_their_own_clusters_from_one_list_of_sessions() -> None:
+    status = {"pool": {"clusters": 1, "ready": 1, "models": 1, "slots": 8, "waiting": 0}}
+    names = ("tiny/llama", "tiny/other")
+    models = [
+        read_base_model(
+            {**BASE_MODEL, "spec": {**BASE_MODEL["spec"], "modelName": name}, "status": status}
+        )
+        for name in names
+    ]
+    sessions = [a_cluster("pool-a"), a_cluster("pool-b", "tiny/other"), a_run("one", "pool-b")]
+
+    # An iterator can be read once.
+    use = pools_in_use(models, iter(sessions), NOW)
+
+    of_clusters = {name: [(e.name, e.models) for e in use[name].by_cluster] for name in names}
+    assert of_clusters == {"tiny/llama": [("pool-a", 0)], "tiny/other": [("pool-b", 1)]}
 
 
 def test_a_cluster_without_a_status_is_pending_and_one_whose_clock_is_ahead_has_no_idle_hours() -> (
@@ -94,9 +113,8 @@ def test_a_cluster_without_a_status_is_pending_and_one_whose_clock_is_ahead_has_
     read = read_base_model({**BASE_MODEL, "status": {"pool": {"clusters": 1}}})
     ahead = a_cluster("pool-a", gpus=4, idleSince="2026-11-01T12:00:09Z")
 
-    use = pool_use(read, [ahead], NOW)
+    use = pools_in_use([read], [ahead], NOW)["tiny/llama"]
 
-    assert use is not None
     assert [(each.state, each.idle_gpu_hours) for each in use.by_cluster] == [("Pending", 0)]
 
 

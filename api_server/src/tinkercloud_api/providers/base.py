@@ -193,9 +193,9 @@ class SessionProvider(Protocol):
         """Return the conditions of sessions, pools and base models that need attention."""
         return []
 
-    def pool_of(self, model: ServedModel) -> PoolUse | None:
-        """Return the use of a model's pool; None if its runs share none."""
-        return None
+    def pools(self) -> Mapping[str, PoolUse]:
+        """Return the use of each pool, by name of its base model; none on one machine."""
+        return {}
 
     def gpus_of(self, model: ServedModel) -> GpuUse | None:
         """Return the GPUs that the pods of a model hold; None if it has no pods."""

@@ -99,7 +99,7 @@ class BaseModels:
     async def listed(self, caller: Principal) -> list[ListedModel]:
         """Return the base models, and the number of the runs of each that the caller may see."""
         runs = await self._catalog.count_open_runs(caller.visible("accessible"))
-        is_admin = caller.role is Role.ADMIN
+        is_admin, pools = caller.role is Role.ADMIN, self._provider.pools()
         served = [
             ListedModel(
                 model_name=model.name,
@@ -109,7 +109,7 @@ class BaseModels:
                 state=self._provider.state_of(model),
                 source=self._where.get(model.name) if is_admin else None,
                 runs=runs.get(model.name, 0),
-                pool=self._provider.pool_of(model),
+                pool=pools.get(model.name),
                 gpus=self._provider.gpus_of(model),
             )
             for model in self._provider.models()

@@ -66,8 +66,8 @@ class OneHead:
     def failing_conditions(self) -> list[FailingCondition]:
         return self.conditions
 
-    def pool_of(self, _model: ServedModel) -> PoolUse | None:
-        return None
+    def pools(self) -> Mapping[str, PoolUse]:
+        return {}
 
     def gpus_of(self, _model: ServedModel) -> GpuUse | None:
         return None

@@ -16,7 +16,7 @@ from tinkercloud_api.access.auth import hash_key, new_key
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.providers.base import HeadEndpoint, ServedModel
+from tinkercloud_api.providers.base import HeadEndpoint
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.heads.launch import HeldModel, HeldModels
 from tinkercloud_protocol.responses.listings import PoolClusterUse, PoolUse
@@ -37,12 +37,12 @@ IDLE = datetime(2026, 11, 1, 10, 30, tzinfo=UTC)
 class Provider(OneHead):
     """A provider with a pool of two clusters, one of which is idle."""
 
-    def pool_of(self, _model: ServedModel) -> PoolUse | None:
+    def pools(self) -> Mapping[str, PoolUse]:
         full = PoolClusterUse(name="pool-a", state="Ready", slots=2, models=2, gpus=4)
         free = PoolClusterUse(name="pool-b", state="Ready", slots=8, models=0, gpus=2)
         idle = free.model_copy(update={"idle_since": IDLE, "idle_gpu_hours": 3.5})
         counts = {"clusters": 2, "ready": 2, "slots": 10, "models": 2, "waiting": 0}
-        return PoolUse(**counts, by_cluster=[full, idle])
+        return {"tiny": PoolUse(**counts, by_cluster=[full, idle])}
 
     def clusters(self) -> Mapping[str, str]:
         return {each.model_id: "pool-a" for each in HELD.models}

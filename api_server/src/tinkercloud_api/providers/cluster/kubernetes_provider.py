@@ -37,7 +37,7 @@ from tinkercloud_api.providers.cluster.cluster_errors import wire_error
 from tinkercloud_api.providers.cluster.failing_conditions import failing_conditions
 from tinkercloud_api.providers.cluster.head_endpoints import HeadEndpoints, HeadUnresponsive
 from tinkercloud_api.providers.cluster.placed_sessions import PlacedSessions, belongs, name_of
-from tinkercloud_api.providers.cluster.pool_use import gpu_use, pool_use
+from tinkercloud_api.providers.cluster.pool_use import gpu_use, pools_in_use
 from tinkercloud_api.providers.cluster.session_activity import ActivityAnnotator
 from tinkercloud_api.providers.cluster.session_durability import DurabilityAnnotator
 from tinkercloud_api.providers.cluster.session_status import (
@@ -174,12 +174,9 @@ class KubernetesProvider(SessionProvider):
         """See `SessionProvider.failing_conditions`."""
         return list(failing_conditions(self._sessions.objects(), self._base_models.objects()))
 
-    def pool_of(self, model: ServedModel) -> PoolUse | None:
-        """See `SessionProvider.pool_of`."""
-        found = self.base_model(model.name)
-        if found is None:
-            return None
-        return pool_use(found, self._sessions.objects(), datetime.now(UTC))
+    def pools(self) -> Mapping[str, PoolUse]:
+        """See `SessionProvider.pools`."""
+        return pools_in_use(self._offered(), self._sessions.objects(), datetime.now(UTC))
 
     def gpus_of(self, model: ServedModel) -> GpuUse | None:
         """See `SessionProvider.gpus_of`."""

@@ -1,11 +1,11 @@
 """What the pods of a BaseModel, and the clusters of its pool, are used for."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 
 from tinkercloud_api.providers.cluster.session_status import BaseModelView, TrainingSessionView
-from tinkercloud_crds.base_model import DEFAULT_SLOTS
+from tinkercloud_crds.base_model import DEFAULT_SLOTS, PoolStatus
 from tinkercloud_crds.conditions import ConditionType, Reason, find
 from tinkercloud_crds.idle_gpus import MONTHS
 from tinkercloud_protocol.responses.listings import GpuUse, PoolClusterUse, PoolUse
@@ -24,16 +24,33 @@ def gpu_use(base_model: BaseModelView, now: datetime) -> GpuUse:
     )
 
 
-def pool_use(
-    base_model: BaseModelView, sessions: Iterable[TrainingSessionView], now: datetime
-) -> PoolUse | None:
-    """Return the use of a BaseModel's pool until now (UTC); None if it has none."""
-    status, its_own = base_model.pool, list(sessions)
-    if status is None:
-        return None
-    name = base_model.spec.model_name
-    clusters = [s for s in its_own if s.spec.role == "Pool" and s.spec.base_model == name]
-    load = Counter(s.spec.pool_cluster for s in its_own)
+def pools_in_use(
+    base_models: Iterable[BaseModelView], sessions: Iterable[TrainingSessionView], now: datetime
+) -> Mapping[str, PoolUse]:
+    """Return the use of the pools of BaseModels until now (UTC), by name of the model.
+
+    Of two BaseModels with one model name, the last counts.
+    """
+    load, clusters = Counter[str | None](), defaultdict[str, list[TrainingSessionView]](list)
+    for each in sessions:
+        load[each.spec.pool_cluster] += 1
+        if each.spec.role == "Pool":
+            clusters[each.spec.base_model].append(each)
+    by_name = {each.spec.model_name: each for each in base_models}
+    return {
+        name: _pool_use(each, each.pool, clusters[name], load, now)
+        for name, each in by_name.items()
+        if each.pool is not None
+    }
+
+
+def _pool_use(
+    base_model: BaseModelView,
+    status: PoolStatus,
+    clusters: Iterable[TrainingSessionView],
+    load: Counter[str | None],
+    now: datetime,
+) -> PoolUse:
     pool = base_model.spec.pool
     slots = pool.slots if pool is not None else DEFAULT_SLOTS
     return PoolUse(
