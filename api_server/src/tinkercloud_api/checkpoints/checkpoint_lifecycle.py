@@ -130,7 +130,7 @@ class Checkpoints:
         if limit is None:
             return
         size = await self._catalog.size_of_checkpoints(owner)
-        unfinished = await self._catalog.size_of_uploads(owner)
+        unfinished = (await self._catalog.sizes_of_uploads(owner)).get(owner, 0)
         if size + unfinished + size_bytes > limit:
             largest = await self._catalog.largest_checkpoints(owner, _LARGEST_LISTED)
             named = ", ".join(f"{name_of(row)} ({row.size_bytes} bytes)" for row in largest)

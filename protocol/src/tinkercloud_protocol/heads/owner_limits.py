@@ -4,6 +4,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+TOKENS_PER_MINUTE = "limits.tokensPerMinute"
+"""Name of the limit of tokens in the reasons of heads why requests wait."""
+
 
 class OwnerLimits(BaseModel):
     """The current limits of an owner. They are sent with each request, so a change needs no call.

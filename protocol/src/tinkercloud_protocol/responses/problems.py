@@ -19,7 +19,8 @@ class Problem(Answer):
     subject: str
     """The base model, session, run, program, folder or limit; `checkpoint store` for the store."""
     owner: str | None = None
-    """Owner of the session, run or program, and of a quota who asks; None otherwise."""
+    """Owner of the session, run or program, whom a quota limits, or of a tenant's quota who asks;
+    None otherwise."""
     run_id: str | None = None
     """The run that it is about, or whose session or program it is; None if there is none."""
     reason: str

@@ -10,24 +10,34 @@ from typing import Any, Literal
 
 import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from tinkercloud_api.access.auth import ProjectRole
 from tinkercloud_api.catalog.runs.program_rows import ProgramCatalog
 from tinkercloud_api.catalog.schema.connection import open_database
-from tinkercloud_api.catalog.schema.tables import Program, Session, TrainingRun, now
+from tinkercloud_api.catalog.schema.tables import Program, Session, TrainingRun, Upload, now
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.context import Context
-from tinkercloud_api.providers.base import FailingCondition
+from tinkercloud_api.providers.base import FailingCondition, HeadEndpoint
 from tinkercloud_api.runs import server_disks
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_crds.tenant import TenantLimits, TenantSpec
+from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
+from tinkercloud_protocol.heads.launch import HeldModel, HeldModels
+from tinkercloud_protocol.heads.owner_limits import OwnerLimits
+from tinkercloud_protocol.wire.errors import InvalidRequest
+from tinkercloud_protocol.wire.paths import CheckpointKind, CheckpointPath
 from tinkercloud_testing.clients.console_browser import SCRIPT
 from tinkercloud_testing.serving.providers import OneHead
 from tinkercloud_testing.serving.served_heads import served
+from tinkercloud_worker.head.wire.token_limits import TokenLimits
 
 KEY = "tml-of-an-admin-with-problems"
 NOW = now()
+ROOM = 100
+"""Bytes that an owner may store."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +67,17 @@ class World:
             await http.post("/console/login", data={"key": self.keys[owner]})
             return await http.get(path)
 
-    async def add_run(self, name: str, owner: str, project: str | None = None) -> None:
-        """Add a run of an owner that is well."""
+    async def add_run(
+        self, name: str, owner: str, project: str | None = None, generation: str | None = None
+    ) -> None:
+        """Add a run of an owner: one that has ended, or that a head of a generation has."""
         catalog, of_owner = self.context.catalog, {"owner": owner, "user_metadata": {}}
         session = Session(id=f"of {name}", tags=[], sdk_version="1", project_id=project, **of_owner)
         await catalog.add_session(session)
         spec = {"owner": owner, "lora": {"rank": 4}}
         run = TrainingRun(id=name, session_id=session.id, base_model="tiny", spec=spec, **of_owner)
-        run.deleted_at = NOW
+        run.generation = generation
+        run.deleted_at = NOW if generation is None else None
         await catalog.add_run(run)
 
 
@@ -72,7 +85,9 @@ class World:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(server_disks, "LOW_DISK_BYTES", 0)
     provider = OneHead()
-    app = Application(Settings(state_dir=tmp_path, bootstrap_key=KEY), provider)
+    limits = {"max_checkpoint_bytes_per_owner": ROOM}
+    settings = Settings(state_dir=tmp_path, bootstrap_key=KEY, **limits)
+    app = Application(settings, provider)
     async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         keys = {"admin": KEY}
         for owner in ("ann", "bob"):
@@ -160,6 +175,75 @@ async def test_admins_are_shown_the_full_quotas_of_all_tenants_and_others_their_
         "storageBytes of tenant of ann",
         "storageBytes of tenant of bob",
     }
+
+
+async def test_owners_for_whose_checkpoints_there_is_no_room_are_shown_to_them_and_to_admins(
+    world: World,
+) -> None:
+    for owner, size in (("ann", ROOM - 40), ("bob", ROOM - 41)):
+        path = CheckpointPath(f"{owner}:train:0", CheckpointKind.TRAINING, "x")
+        stored = {"a": {"size_bytes": size, "sha256": "x"}}
+        manifest = {"tinker_path": str(path), "owner": owner, "base_model": "tiny", "step": 1}
+        manifest |= {"lora": None, "created_at": NOW, "files": stored}
+        await world.context.catalog.index_checkpoint(CheckpointManifest.model_validate(manifest))
+        upload = Upload(id=f"of-{owner}", owner=owner, manifest={}, adapter_config={})
+        upload.size_bytes, upload.expires_at = 40, NOW + timedelta(hours=1)
+        assert await world.context.catalog.add_upload(upload, max_open=1)
+
+    (full,) = await world.problems("ann")
+
+    limit = world.context.settings.max_checkpoint_bytes_per_owner
+    with pytest.raises(InvalidRequest, match="max_checkpoint_bytes_per_owner"):
+        await world.context.checkpoints.check_room("ann", 1, limit)
+    assert (full["kind"], full["owner"]) == ("quota", "ann")
+    assert full["subject"] == "max_checkpoint_bytes_per_owner of owner ann"
+    assert f"use {ROOM} of {ROOM} bytes" in full["reason"]
+    assert "delete checkpoints" in full["remedy"]
+    assert await world.subjects("admin") == [full["subject"]]
+    assert await world.subjects("bob") == []
+    assert full["subject"] in (await world.page("ann")).text
+    await world.context.checkpoints.check_room("bob", 1, limit)
+
+
+async def test_an_owner_whose_runs_wait_for_tokens_of_the_minute_is_shown_once_and_not_to_members(
+    world: World,
+) -> None:
+    limits = TokenLimits()
+    limits.set(OwnerLimits(owner="ann", tenant="research", tokens_per_minute=60))
+    limits.spend("ann", 600)
+    waits = f"request forward_backward 1 is paused: {limits.why_waiting('ann')}"
+    unread = "request forward_backward 2 is paused: limits.max_result_bytes is 1"
+    project = await world.context.catalog.add_project(None, "team", "ann")
+    await world.context.catalog.set_member(project.id, "bob", ProjectRole.VIEWER)
+    reasons = {"a:train:0": waits, "b:train:0": waits, "c:train:0": unread}
+    held = [
+        HeldModel(model_id=name, queue_state="paused_rate_limit", queue_reason=reason)
+        for name, reason in reasons.items()
+    ]
+
+    async def models(_request: web.Request) -> web.Response:
+        return web.json_response(HeldModels(models=held).model_dump(mode="json"))
+
+    for name in reasons:
+        owner = "bob" if name.startswith("c") else "ann"
+        await world.add_run(name, owner, project.id, generation="g1")
+    fake = web.Application()
+    fake.router.add_route("*", "/{path:.*}", models)
+    async with TestServer(fake) as head:
+        url = str(head.make_url("")).rstrip("/")
+        world.provider.endpoint = HeadEndpoint(url, "token", "g1")
+        quotas = {
+            asking: [each for each in await world.problems(asking) if each["kind"] == "quota"]
+            for asking in world.keys
+        }
+        runs = [each["run_id"] for each in await world.problems("bob")]
+
+    (waiting,) = quotas["ann"]
+    assert (waiting["subject"], waiting["reason"]) == ("tokensPerMinute of owner ann", waits)
+    assert waiting["remedy"] == "wait, or ask an admin for more tokensPerMinute"
+    assert [each["subject"] for each in quotas["admin"]] == [waiting["subject"]]
+    assert quotas["bob"] == []
+    assert set(runs) == set(reasons)
 
 
 async def test_programs_that_have_failed_in_the_last_days_are_problems_of_their_owner(

@@ -1,6 +1,6 @@
 """Queries and updates for checkpoints that no head writes: copies and uploaded adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -47,13 +47,14 @@ class UploadStatements(Statements):
         """Remove all uploads and copies that are not finished."""
         await self._change(delete(Upload).where(Upload.is_finished.is_(False)))
 
-    async def size_of_uploads(self, owner: str) -> int:
-        """Return the total declared bytes of an owner's open uploads."""
-        query = select(func.sum(Upload.size_bytes)).where(
-            Upload.owner == owner, Upload.is_finished.is_(False), Upload.expires_at > now()
-        )
+    async def sizes_of_uploads(self, owner: str | None) -> Mapping[str, int]:
+        """Return the total declared bytes of open uploads, by owner; owner None means all."""
+        query = select(Upload.owner, func.sum(Upload.size_bytes)).group_by(Upload.owner)
+        query = query.where(Upload.is_finished.is_(False), Upload.expires_at > now())
+        if owner is not None:
+            query = query.where(Upload.owner == owner)
         async with self._reading() as db:
-            return await db.scalar(query) or 0
+            return {name: int(size) for name, size in (await db.execute(query)).all()}
 
     async def set_manifest(self, upload_id: str, manifest: dict[str, Any]) -> None:
         """Replace the manifest of an upload that is not finished."""

@@ -1,7 +1,8 @@
 """What needs attention: failing stores, disks, models, sessions, runs and programs; full quotas."""
 
 import asyncio
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from datetime import datetime, timedelta
 
 from fastapi import APIRouter
@@ -17,6 +18,7 @@ from tinkercloud_api.context import Caller, Context, Server
 from tinkercloud_api.heads.run_remedies import remedy_of_state, remedy_of_wait
 from tinkercloud_api.heads.run_states import HEAD_IS_SILENT, Whereabouts
 from tinkercloud_api.runs.server_disks import full_disks
+from tinkercloud_protocol.heads.owner_limits import TOKENS_PER_MINUTE
 from tinkercloud_protocol.programs.program_messages import ProgramInfo
 from tinkercloud_protocol.responses.listings import ListedModel, Quota
 from tinkercloud_protocol.responses.problems import Problem, ProblemList
@@ -31,6 +33,7 @@ _STUCK_AFTER = {"waiting": timedelta(minutes=10), "running": timedelta(hours=1)}
 that runs may be the save or the first load of a large model."""
 _FAILED_WITHIN = timedelta(days=7)
 """How long a program that has failed is a problem."""
+_EVERY_OWNER = Page(0, 1 << 31)
 _SAVE = "save its state now: tinkercloud runs save {run}"
 _STUCK = (
     "look at the log of its session head, and at tinkercloud runs timeline {run}; if its client is"
@@ -48,10 +51,11 @@ _SILENT = "look at the log of its session head; restart the head if that does no
 async def list_problems(server: Server, caller: Caller) -> ProblemList:
     """List what needs attention of what the caller may see, the newest first.
 
-    Only admins see disks, pools, the conditions of BaseModels, and the quotas of all tenants.
+    Only admins see disks, pools, the conditions of BaseModels, and the quotas of all.
     """
     moment = now()
     found = [*await _of_store(server)]
+    found += await _of_storage(server, caller, is_store_well=not found)
     if caller.role is Role.ADMIN:
         found += await asyncio.to_thread(lambda: list(_of_disks(server)))
     models = await server.base_models.listed(caller)
@@ -64,6 +68,7 @@ async def list_problems(server: Server, caller: Caller) -> ProblemList:
     runs, _ = await server.runs.states.search(RunSearch(visible), None, Page(0, _MAX_RUNS))
     for row, place in runs:
         found += of_run(row, place, loading, explained, moment)
+    found += _of_token_rates(runs, caller)
     owner = caller.owner_filter("accessible")
     found += map(_of_program, await server.programs.failed(owner, moment - _FAILED_WITHIN))
     return ProblemList(problems=server.first_seen.dated(found, moment))
@@ -125,6 +130,44 @@ def _of_quota(quota: Quota, owner: str | None) -> Iterator[Problem]:
                 reason=f"{limit.used} of {limit.limit} are used",
                 remedy="end runs or delete checkpoints, or ask an admin for more",
             )
+
+
+async def _of_storage(server: Context, caller: Principal, *, is_store_well: bool) -> list[Problem]:
+    """Return the owners whose next checkpoint with a new name would be refused."""
+    limit, whose = server.settings.max_checkpoint_bytes_per_owner, caller.owner_filter("accessible")
+    if limit is None:
+        return []
+    used = Counter({caller.owner: 0, **await server.catalog.sizes_of_uploads(whose)})
+    # The checkpoints of the last minute are counted only if their manifests can be read.
+    source = server.checkpoints if is_store_well else server.catalog
+    for each in await source.storage(whose, _EVERY_OWNER):
+        used[each.owner] += each.size_bytes
+    return [
+        Problem(
+            kind="quota",
+            subject=f"max_checkpoint_bytes_per_owner of owner {owner}",
+            owner=owner,
+            reason=f"checkpoints, unfinished uploads and copies use {size} of {limit} bytes",
+            remedy="delete checkpoints (tinkercloud checkpoints keep), or ask an admin for more",
+        )
+        for owner, size in sorted(used.items())
+        if size >= limit
+    ]
+
+
+def _of_token_rates(
+    runs: Sequence[tuple[TrainingRun, Whereabouts]], caller: Principal
+) -> Collection[Problem]:
+    """Return the owners whose runs wait since they have used the tokens of the minute."""
+    found = dict[str, Problem]()
+    for row, place in runs:
+        reason, remedy = place.queue_reason or "", remedy_of_wait(place, row.id)
+        if TOKENS_PER_MINUTE in reason and remedy is not None and caller.may_see(row.owner):
+            subject = f"tokensPerMinute of owner {row.owner}"
+            found[row.owner] = Problem(
+                kind="quota", subject=subject, owner=row.owner, reason=reason, remedy=remedy
+            )
+    return found.values()
 
 
 async def _of_conditions(

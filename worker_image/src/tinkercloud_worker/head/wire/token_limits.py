@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinkercloud_protocol.heads.owner_limits import OwnerLimits
+from tinkercloud_protocol.heads.owner_limits import TOKENS_PER_MINUTE, OwnerLimits
 
 _MINUTE = 60.0
 
@@ -103,7 +103,7 @@ class TokenLimits:
         if seconds == 0.0:
             return None
         return (
-            f"owner {owner!r} has used the tokens of this minute (limits.tokensPerMinute of tenant"
+            f"owner {owner!r} has used the tokens of this minute ({TOKENS_PER_MINUTE} of tenant"
             f" {self._tenants[owner]!r} is {self._buckets[owner].per_minute}); the next request"
             f" starts in {seconds:.0f} s"
         )
