@@ -4,11 +4,11 @@ Rows have totals, keyed by the generation of the head, and never decrease. A rep
 repeated, or recorded by several servers, therefore changes nothing that is already known.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from sqlalchemy import ColumnElement, bindparam, func, select, tuple_, update
+from sqlalchemy import ColumnElement, bindparam, func, null, select, tuple_, update
 from sqlalchemy import Table as SqlTable
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
@@ -114,29 +114,29 @@ class UsageLedger(Statements):
             growth = {name: values[name] - known[key][name] for name in _AMOUNT_NAMES}
             api_metrics.count_usage(values["key_owner"], growth)
 
-    async def totals(self, query: UsageQuery, page: Page) -> Sequence[UsageTotal]:
-        """Return sums, the latest first."""
+    async def totals(self, query: UsageQuery, page: Page | None = None) -> Sequence[UsageTotal]:
+        """Return sums, the latest first; page None means all."""
         group = (UsageHour.owner, UsageHour.base_model, _third(query.by))
         first, last = func.min(UsageHour.hour), func.max(UsageHour.hour)
         sums = [func.sum(column).label(column.key) for column in _AMOUNTS]
-        selected = select(*group, first, last, *sums).group_by(*group)
+        key_name = func.min(ApiKey.name) if query.by == "key" else null()
+        selected = select(*group, key_name, first, last, *sums).group_by(*group)
         if query.by in {"project", "key"}:
             selected = selected.join(Session, Session.id == UsageHour.session_id, isouter=True)
+        if query.by == "key":
+            selected = selected.join(ApiKey, ApiKey.id == Session.key_id, isouter=True)
         if query.owner is not None:
             selected = selected.where(UsageHour.owner == query.owner)
         if query.since is not None:
             selected = selected.where(UsageHour.hour >= query.since)
         if query.until is not None:
             selected = selected.where(UsageHour.hour < query.until)
-        ordered = selected.order_by(last.desc(), *group).offset(page.offset).limit(page.limit)
+        ordered = selected.order_by(last.desc(), *group)
+        if page is not None:
+            ordered = ordered.offset(page.offset).limit(page.limit)
         async with self._reading() as db:
-            rows = [tuple(row) for row in await db.execute(ordered)]
-            names: dict[int, str] = {}
-            if query.by == "key":
-                ids = [row[2] for row in rows if row[2] is not None]
-                named = await db.execute(select(ApiKey.id, ApiKey.name).where(ApiKey.id.in_(ids)))
-                names = {row.id: row.name for row in named}
-        return [_total(query.by, row, names) for row in rows]
+            rows = (await db.execute(ordered)).all()
+        return [_total(query.by, tuple(row)) for row in rows]
 
 
 _SET = (
@@ -175,15 +175,14 @@ def _third(by: Grouping) -> ColumnElement[Any]:
             return UsageHour.hour.expression
 
 
-def _total(by: Grouping, row: tuple[Any, ...], names: Mapping[int, str]) -> UsageTotal:
+def _total(by: Grouping, row: tuple[Any, ...]) -> UsageTotal:
     """Return the sum of a group.
 
     Args:
         by: what else than owner and base model it is grouped by.
-        row: these three, the first and the last hour, and the sums.
-        names: names of keys by their ids.
+        row: these three, the name of the key, the first and the last hour, and the sums.
     """
-    owner, base_model, third, first, last, *sums = row
+    owner, base_model, third, key_name, first, last, *sums = row
     model_id = third if by == "model" else None
     project_id = third if by == "project" else None
     if by in {"hour", "day"}:
@@ -192,7 +191,6 @@ def _total(by: Grouping, row: tuple[Any, ...], names: Mapping[int, str]) -> Usag
         name: float(total) if name == "engine_seconds" else int(total)
         for name, total in zip(_AMOUNT_NAMES, sums, strict=True)
     }
-    key_id = third if by == "key" else None
     return UsageTotal(
         owner,
         base_model,
@@ -201,6 +199,6 @@ def _total(by: Grouping, row: tuple[Any, ...], names: Mapping[int, str]) -> Usag
         first,
         last + 1,
         amounts,
-        key_id=key_id,
-        key_name=names.get(key_id) if key_id is not None else None,
+        key_id=third if by == "key" else None,
+        key_name=key_name,
     )
