@@ -157,9 +157,10 @@ def test_each_owner_sees_the_pool_and_where_only_the_own_runs_are(
             expect(window.get_by_role("link", name=owner.run, exact=True)).to_be_visible()
             shown = window.locator("main").inner_text()
             assert [each for each in others if each in shown] == [], page
-        shown_use = cells(window, "Base models", MODEL)[-5:]
+        ready, slots, memory, _, *shown_use = cells(window, "Base models", MODEL)[-7:]
         hours = f"40.5 in all\n{MONTHS[0]}: 12.25\n{MONTHS[1]}: 3"
-        assert shown_use == ["1 of 1", "2 of 2", "1", "0 of 4", hours]
+        assert [ready, slots, *shown_use] == ["1 of 1", "2 of 2", "1", "0 of 4", hours]
+        assert memory.endswith("iB")
         assert cells(window, "Runs with a place", owner.run)[1:5] == [
             *(owner.name, MODEL, "live", "pool-a")
         ]
@@ -176,6 +177,7 @@ def test_the_commands_show_each_cluster_and_the_own_runs_on_it(server: Server, p
     shown = server.command("pools", "show", "pool-a", *caller)
 
     assert {"pool-a", "Ready", "2", "ann:", "1"} <= set(listed.split())
+    assert f"in all: 40.5, {MONTHS[0]}: 12.25, {MONTHS[1]}: 3" in listed
     assert "bob" not in listed + shown
     assert pool.ann.run in shown
 

@@ -40,6 +40,7 @@ _CLUSTER_COLUMNS = [
     *("cluster", "model", "state", "slots", "memory", "free", "gpus", "idle since"),
     *("gpu hours idle", "owners"),
 ]
+_POOL_COLUMNS = ["model", "slots", "memory", "free", "waiting", "gpus_idle", "gpu_hours_idle"]
 _UNFINISHED = ("downloading", "loading")
 """How the states of a model begin that will be served."""
 _POLL_SECONDS = 0.5
@@ -181,18 +182,40 @@ def list_pools(
 ) -> None:
     """List the clusters of pools: slots, memory, GPUs, since when they are idle, and who is there.
 
-    Owners are those of the last 100 runs that you may see, with the number of their runs.
+    Owners are those of the last 100 runs that you may see, with the number of their runs. A second
+    table sums up each pool; idle GPU hours there are of all pods of its base model, and by month.
     """
 
     def draw() -> None:
-        clusters = clusters_of(_listed(api_key, base_url), _runs(api_key, base_url))
+        models = _listed(api_key, base_url)
+        clusters = clusters_of(models, _runs(api_key, base_url))
         if not clusters and not as_json:
             typer.echo("No pool has a cluster now.")
             return
         rows = [each if as_json else cluster_row(each) for each in clusters]
         show(rows, _CLUSTER_COLUMNS, as_json=as_json)
+        if not as_json:
+            pools = [_pool_row(each) for each in models if each["pool"] is not None]
+            show(pools, _POOL_COLUMNS, as_json=False)
 
     watch(draw, again=again)
+
+
+def _pool_row(model: dict[str, Any]) -> dict[str, object]:
+    pool = model["pool"]
+    return {
+        "model": model["model_name"],
+        "slots": f"{pool['models']} of {pool['slots']}",
+        **_memory(pool),
+        "waiting": pool["waiting"],
+        **_idle(model["gpus"]),
+    }
+
+
+def _memory(used: dict[str, Any]) -> dict[str, object]:
+    """Return the memory of a pool or a cluster as the columns of a table show it."""
+    sizes = {"memory": used["memory_bytes"], "free": used["free_bytes"]}
+    return {name: "" if size is None else binary_size(size) for name, size in sizes.items()}
 
 
 @pools_app.command("show")
@@ -241,14 +264,12 @@ def clusters_of(
 def cluster_row(cluster: dict[str, Any]) -> dict[str, object]:
     """Return a cluster (`clusters_of`) as the columns of a table show it."""
     owners = Counter(run["owner"] for run in cluster["runs"])
-    memory, free = cluster["memory_bytes"], cluster["free_bytes"]
     return {
         "cluster": cluster["name"],
         "model": cluster["model_name"],
         "state": cluster["state"],
         "slots": f"{cluster['models']} of {cluster['slots']}",
-        "memory": "" if memory is None else binary_size(memory),
-        "free": "" if free is None else binary_size(free),
+        **_memory(cluster),
         "gpus": cluster["gpus"],
         "idle since": moment(cluster["idle_since"]),
         "gpu hours idle": f"{cluster['idle_gpu_hours']:.5g}",

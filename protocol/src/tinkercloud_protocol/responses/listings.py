@@ -105,6 +105,11 @@ class PoolUse(Answer):
     """Number of runs that have a slot."""
     waiting: int
     """Number of runs that wait for a slot."""
+    memory_bytes: int | None = None
+    """Memory of the models of all clusters, as far as their heads have said it to this server; None
+    if none has."""
+    free_bytes: int | None = None
+    """The same for the memory that is free for more models."""
     by_cluster: list[PoolClusterUse] = []
     """Each of the clusters, by name."""
 

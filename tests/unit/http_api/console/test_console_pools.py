@@ -11,15 +11,17 @@ import httpx
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
 
+from tinkercloud_api import cli
 from tinkercloud_api.access.auth import hash_key, new_key
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
 from tinkercloud_api.config.settings import Settings
-from tinkercloud_api.providers.base import HeadEndpoint
+from tinkercloud_api.providers.base import HeadEndpoint, ServedModel
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.heads.launch import HeldModel, HeldModels
-from tinkercloud_protocol.responses.listings import PoolClusterUse, PoolUse
+from tinkercloud_protocol.responses.listings import GpuUse, PoolClusterUse, PoolUse
 from tinkercloud_testing.harness.waiting import reached
 from tinkercloud_testing.serving.providers import OneHead
 from tinkercloud_testing.serving.served_heads import served
@@ -41,8 +43,12 @@ class Provider(OneHead):
         full = PoolClusterUse(name="pool-a", state="Ready", slots=2, models=2, gpus=4)
         free = PoolClusterUse(name="pool-b", state="Ready", slots=8, models=0, gpus=2)
         idle = free.model_copy(update={"idle_since": IDLE, "idle_gpu_hours": 3.5})
-        counts = {"clusters": 2, "ready": 2, "slots": 10, "models": 2, "waiting": 0}
+        counts = {"clusters": 2, "ready": 1, "slots": 10, "models": 2, "waiting": 3}
         return {"tiny": PoolUse(**counts, by_cluster=[full, idle])}
+
+    def gpus_of(self, _model: ServedModel) -> GpuUse | None:
+        months = {"2026-11": 12.25, "2026-10": 3.0, "2026-07": 25.25}
+        return GpuUse(gpus=6, idle_gpus=2, idle_gpu_hours=40.5, idle_gpu_hours_by_month=months)
 
     def clusters(self) -> Mapping[str, str]:
         return {each.model_id: "pool-a" for each in HELD.models}
@@ -129,11 +135,15 @@ async def test_an_owner_sees_all_clusters_and_on_them_only_the_own_runs(world: W
         ("pool-b", None),
     ]
     assert [each["free_bytes"] for each in pool["by_cluster"]] == [10 * MIB, None]
+    assert (pool["memory_bytes"], pool["free_bytes"]) == (6 * MIB, 10 * MIB)
 
 
 async def test_the_page_shows_slots_memory_idle_hours_and_who_is_where(world: World) -> None:
     page = await world.page("admin")
 
+    pool = page.partition('aria-label="Base models"')[2].partition("</table>")[0]
+    for part in ("1 of 2", "2 of 10", "6.0 MiB", "10.0 MiB"):
+        assert part in pool, part
     clusters = page.partition('aria-label="Clusters"')[2].partition("</table>")[0]
     first, second = clusters.partition("<tbody>")[2].split("</tr>")[:2]
     for part in ("pool-a", "2 of 2", "6.0 MiB", "10.0 MiB", "of-ann", "of-bob"):
@@ -141,6 +151,20 @@ async def test_the_page_shows_slots_memory_idle_hours_and_who_is_where(world: Wo
     for part in ("pool-b", "0 of 8", "2026-11-01T10:30:00Z", "3.5"):
         assert part in second, part
     assert "of-" not in second
+
+
+async def test_the_command_sums_up_each_pool_with_its_memory_and_idle_hours_by_month(
+    world: World,
+) -> None:
+    call = ["pools", "list", "--base-url", world.url, "--api-key", world.keys["ann"]]
+
+    listed = await asyncio.to_thread(CliRunner().invoke, cli.app, call, env={"COLUMNS": "1000"})
+
+    rows = [line.split() for line in listed.stdout.splitlines()]
+    (pool,) = [row for row in rows if row[0] == "tiny"]
+    hours = "in all: 40.5, 2026-11: 12.25, 2026-10: 3"
+    assert " ".join(pool) == f"tiny 2 of 10 6.0 MiB 10.0 MiB 3 2 of 6 {hours}"
+    assert {"pool-a", "pool-b"} <= {row[0] for row in rows}
 
 
 async def test_clusters_are_listed_without_the_figures_of_a_head_that_hangs(world: World) -> None:
@@ -154,5 +178,6 @@ async def test_clusters_are_listed_without_the_figures_of_a_head_that_hangs(worl
         ("pool-a", None),
         ("pool-b", None),
     ]
+    assert (pool["memory_bytes"], pool["free_bytes"]) == (None, None)
     assert "pool-a" in page
     assert "of-ann" in page

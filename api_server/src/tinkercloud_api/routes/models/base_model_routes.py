@@ -1,6 +1,6 @@
 """The base models of a server: listing, adding and removing them (no SDK calls)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from fastapi import APIRouter
@@ -29,7 +29,8 @@ async def list_base_models(server: Server, caller: Caller) -> BaseModelList:
     """List the base models: their state, where they come from (for admins), and their runs.
 
     A pool lists each of its clusters. The heads of those that this server has used report the
-    memory that their models take, and what is free, if they respond within two seconds.
+    memory that their models take, and what is free, if they respond within two seconds. The pool
+    has the sums.
     """
     models = await server.base_models.listed(caller)
     if any(model.pool is not None for model in models):
@@ -60,8 +61,17 @@ def _with_memory(model: ListedModel, by_cluster: Mapping[str, HeldModels]) -> Li
         else each
         for each in model.pool.by_cluster
     ]
-    pool = model.pool.model_copy(update={"by_cluster": clusters})
+    sums = {
+        "memory_bytes": _sum_of_known(each.memory_bytes for each in clusters),
+        "free_bytes": _sum_of_known(each.free_bytes for each in clusters),
+    }
+    pool = model.pool.model_copy(update={"by_cluster": clusters, **sums})
     return model.model_copy(update={"pool": pool})
+
+
+def _sum_of_known(sizes: Iterable[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known else None
 
 
 @router.post("")
