@@ -85,8 +85,7 @@ class World:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(server_disks, "LOW_DISK_BYTES", 0)
     provider = OneHead()
-    limits = {"max_checkpoint_bytes_per_owner": ROOM}
-    settings = Settings(state_dir=tmp_path, bootstrap_key=KEY, **limits)
+    settings = Settings(state_dir=tmp_path, bootstrap_key=KEY, max_checkpoint_bytes_per_owner=ROOM)
     app = Application(settings, provider)
     async with served(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         keys = {"admin": KEY}
