@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,10 @@ class Server:
 
     def new_key(self, owner: str) -> str:
         """Return a new key of an owner."""
-        return str(json.loads(self.command("keys", "create", owner, "--json"))["key"])
+        path = f"/api/v1/users/{urllib.parse.quote(owner, safe='')}/keys"
+        made = self.request("POST", path, {"name": owner})
+        assert made.status == HTTPStatus.OK, made.body
+        return str(made.json()["key"])
 
     def environment_of_recipes(self, folder: Path) -> dict[str, str]:
         """Return an environment for programs whose only hub is the mirror of this server.
