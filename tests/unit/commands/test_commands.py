@@ -23,6 +23,7 @@ from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.cli import app
 from tinkercloud_api.commands import (
     audit_commands,
+    checkpoint_commands,
     program_commands,
     run_commands,
     usage_commands,
@@ -35,7 +36,7 @@ from tinkercloud_api.commands.common.progress import (
     waiting,
 )
 from tinkercloud_api.config.readable import binary_size, moment
-from tinkercloud_protocol.responses.listings import BilledUsage
+from tinkercloud_protocol.responses.listings import BilledUsage, CheckpointInfo
 from tinkercloud_protocol.responses.run_states import RunInfo
 from tinkercloud_testing.resources.charts import ROOT
 
@@ -526,6 +527,25 @@ def test_runs_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch)
         "run_id": "a:train:0",
         "name": 'a, "b"',
         "queue_reason": SHOWN,
+    }
+    assert both.stderr == "error: --csv, --json: choose one of them\n"
+
+
+def test_checkpoints_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = {"tinker_path": "tinker://a:train:0/weights/1", "size_bytes": 5, "damage": HOSTILE}
+    answer = {"checkpoints": [checkpoint | {"expires_at": None}]}
+    monkeypatch.setattr(checkpoint_commands, "request", lambda *_: answer)
+    list_checkpoints = ["checkpoints", "list", "--csv", "--api-key", "tml-key"]
+
+    header, *rows = csv.reader(CliRunner().invoke(app, list_checkpoints).stdout.splitlines())
+    both = CliRunner().invoke(app, [*list_checkpoints, "--json"])
+
+    assert header == list(CheckpointInfo.model_fields)
+    [found] = [dict(zip(header, each, strict=True)) for each in rows]
+    assert {name: value for name, value in found.items() if value} == {
+        "tinker_path": "tinker://a:train:0/weights/1",
+        "size_bytes": "5",
+        "damage": SHOWN,
     }
     assert both.stderr == "error: --csv, --json: choose one of them\n"
 
