@@ -550,6 +550,34 @@ def test_checkpoints_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.Monke
     assert both.stderr == "error: --csv, --json: choose one of them\n"
 
 
+FORMULA = "=HYPERLINK(A1)"
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "column"),
+    [
+        (["runs", "list"], {"runs": [{"name": FORMULA, "step": -0.5}]}, "name"),
+        (["usage", "--by", "key"], {"usage": [{"key_name": FORMULA, "owner": "-1"}]}, "key_name"),
+        (
+            ["audit"],
+            {"entries": [{"timestamp": "", "event": "", "event_details": {"key_name": FORMULA}}]},
+            "key_name",
+        ),
+    ],
+)
+def test_names_that_spreadsheets_would_compute_are_texts_in_csv_and_numbers_stay(
+    call: list[str], answer: object, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (run_commands, usage_commands, audit_commands):
+        monkeypatch.setattr(each, "request", lambda *_: answer)
+
+    printed = CliRunner().invoke(app, [*call, "--csv", "--api-key", "tml-key"]).stdout
+
+    (row,) = csv.DictReader(printed.splitlines())
+    assert row[column] == f"'{FORMULA}"
+    assert [value for value in row.values() if value.startswith("'")] == [row[column]]
+
+
 def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:
     def keys(*arguments: str) -> Result:
         return CliRunner().invoke(app, ["keys", *arguments, "--state-dir", str(tmp_path)])

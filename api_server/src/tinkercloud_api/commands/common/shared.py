@@ -54,6 +54,8 @@ _READ_SECONDS = 600.0
 _CLEAR = "\x1b[2J\x1b[H"
 """Clears a terminal."""
 _PART_BYTES = 1 << 20
+_FORMULAS = ("=", "+", "-", "@")
+"""Starts of cells that spreadsheets compute."""
 
 
 def _moment_option(text: str) -> datetime:
@@ -152,8 +154,22 @@ def show_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        cells = (row.get(column) for column in columns)
-        writer.writerow(["" if cell is None else printable(str(cell)) for cell in cells])
+        writer.writerow([csv_cell(row.get(column)) for column in columns])
+
+
+def csv_cell(value: object) -> str:
+    """Return a cell of CSV that no spreadsheet takes for a formula; empty for None.
+
+    Others may have written it: a text such as `=1+1` gets an apostrophe, and a number stays.
+    """
+    text = "" if value is None else printable(str(value))
+    if not text.startswith(_FORMULAS):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def say_line(text: str, *, err: bool = False) -> None:
