@@ -32,6 +32,7 @@ from tinkercloud_api.commands.common import shared
 from tinkercloud_api.commands.common.progress import (
     CopyProgress,
     StateProgress,
+    copying,
     note_output,
     waiting,
 )
@@ -183,6 +184,20 @@ def test_a_wait_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "read 1 runs, for" in terminal.written
     assert terminal.written.count("\n") == 1
+
+
+def test_a_copy_whose_last_bytes_take_long_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.5)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._SHORTEST_SECONDS", 0.0)
+
+    with copying("copied", 2048) as progress:
+        progress(2048)
+        while "copied 2.0 KiB of 2.0 KiB, for" not in terminal.written:
+            time.sleep(0.01)
+
+    assert terminal.written.splitlines()[-1].endswith(f"[{'#' * 20}] copied 2.0 KiB of 2.0 KiB")
 
 
 def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.progress import copying, waiting
 from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
@@ -316,12 +316,11 @@ async def _download(url: str, target: Path) -> None:
         async with aiohttp.ClientSession(timeout=limits) as client, client.get(url) as response:
             if response.status != 200:
                 fail(f"{response.status}: {(await response.text())[:500]}")
-            progress = CopyProgress("downloaded", response.content_length)
-            with target.open("wb") as file:
+            total = response.content_length
+            with target.open("wb") as file, copying("downloaded", total) as progress:
                 async for part in response.content.iter_chunked(_PART_BYTES):
                     file.write(part)
                     progress(len(part))
-            progress.finish()
     except (aiohttp.ClientError, TimeoutError) as error:
         fail(f"the download failed ({str(error) or type(error).__name__}); repeat the command")
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tinkercloud_api.commands.common.progress import CopyProgress, note_output, waiting
+from tinkercloud_api.commands.common.progress import CopyProgress, copying, note_output, waiting
 from tinkercloud_api.config.readable import parse_moment, printable
 
 if TYPE_CHECKING:
@@ -309,7 +309,9 @@ async def call(
             if isinstance(body, Path):
                 size = await asyncio.to_thread(lambda: body.stat().st_size)
                 length = {"Content-Length": str(size)}
-                return await _send(client, method, target, data=_parts(body, size), headers=length)
+                with copying("uploaded", size) as progress:
+                    parts = _parts(body, progress)
+                    return await _send(client, method, target, data=parts, headers=length)
             return await _send(client, method, target, json=body)
     except aiohttp.ClientError as error:
         raise NoAnswerError(
@@ -317,14 +319,12 @@ async def call(
         ) from error
 
 
-async def _parts(file: Path, size: int) -> AsyncIterator[bytes]:
+async def _parts(file: Path, progress: CopyProgress) -> AsyncIterator[bytes]:
     """Yield the content of a file, and show how much of it was sent."""
-    progress = CopyProgress("uploaded", size)
     with file.open("rb") as opened:
         while part := await asyncio.to_thread(opened.read, _PART_BYTES):
             yield part
             progress(len(part))
-    progress.finish()
 
 
 async def _send(
