@@ -208,6 +208,20 @@ def test_an_admin_imports_for_another_owner_and_nobody_else_does(
     assert "only an admin may import for another owner" in refused.stderr
 
 
+def test_the_audit_log_names_the_upload_and_the_checkpoint_of_an_import(
+    server: Server, folder: Path
+) -> None:
+    path = checkpoints(server, "import", folder, "--base-model", "tiny/llama").stdout.strip()
+
+    entries = server.request("GET", "/api/v1/audit").json()["entries"]
+
+    imports = [each["event_details"] for each in entries if each["event"] == "checkpoint_import"]
+    started, received, finished = imports[-3:]
+    assert len(started["objects"]) == 1
+    assert received["objects"] == started["objects"]
+    assert set(finished["objects"]) == {path, *started["objects"]}
+
+
 def test_the_run_of_an_imported_adapter_has_no_model(server: Server, folder: Path) -> None:
     imported = checkpoints(server, "import", folder, "--base-model", "tiny/llama")
     run_id = imported.stdout.strip().split("/")[2]

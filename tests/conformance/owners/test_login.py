@@ -157,6 +157,8 @@ def test_a_login_shows_a_key_of_its_owner_once(
     assert provider.proofs[-1] == provider.challenges[-1]
     entries = login_server.request("GET", "/api/v1/audit", key=key).json()["entries"]
     assert entries[-1]["event"] == "key_login"
+    named = entries[-1]["event_details"]["objects"]
+    assert named == [f"key {described['key_id']}", "group:research"]
 
 
 def test_a_login_opens_the_console_and_shows_no_key(

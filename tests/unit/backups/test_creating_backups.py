@@ -141,13 +141,24 @@ def test_what_is_missing_or_damaged_already_is_named_and_the_rest_is_backed_up(
     }
 
 
-def test_a_store_that_is_not_mounted_is_not_taken_for_an_empty_one(state: State) -> None:
+def test_a_store_that_is_not_mounted_is_refused_before_anything_is_copied(state: State) -> None:
     shutil.move(state.store, state.folder / "away")
+    copied: list[int] = []
     for has_mount_point in (False, True):
         if has_mount_point:
             state.store.mkdir()
         with pytest.raises(BackupError, match=r"lists 2 checkpoints; mount the store"):
-            back_up(state)
+            back_up(state, copied.append)
+
+    assert copied == []
+
+
+def test_a_store_that_is_unmounted_meanwhile_is_not_taken_for_an_empty_one(state: State) -> None:
+    def unmount() -> None:
+        shutil.move(state.store, state.folder / "away")
+
+    with pytest.raises(BackupError, match=r"lists 2 checkpoints; mount the store"):
+        back_up(state, once(unmount))
 
 
 def test_unfinished_uploads_are_left_out_of_the_catalog(state: State) -> None:

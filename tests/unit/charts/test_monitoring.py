@@ -153,7 +153,7 @@ def test_alerts_of_training_name_whose_run_it_is() -> None:
     }
 
     assert named["TinkercloudLossNotFinite"] == {"owner", "run"}
-    assert named["TinkercloudOwnerWaits"] == {"owner"}
+    assert named["TinkercloudOwnerWaits"] == named["TinkercloudTrainingStalled"] == {"owner"}
     # A label that the expression sums over would be empty.
     for each in rules["rules"]:
         kept = set(re.findall(r"\w+", " ".join(re.findall(r"\bby \((.*?)\)", each["expr"]))))

@@ -23,6 +23,7 @@ from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.cli import app
 from tinkercloud_api.commands import (
     audit_commands,
+    checkpoint_commands,
     program_commands,
     run_commands,
     usage_commands,
@@ -31,11 +32,12 @@ from tinkercloud_api.commands.common import shared
 from tinkercloud_api.commands.common.progress import (
     CopyProgress,
     StateProgress,
+    copying,
     note_output,
     waiting,
 )
 from tinkercloud_api.config.readable import binary_size, moment
-from tinkercloud_protocol.responses.listings import BilledUsage
+from tinkercloud_protocol.responses.listings import BilledUsage, CheckpointInfo
 from tinkercloud_protocol.responses.run_states import RunInfo
 from tinkercloud_testing.resources.charts import ROOT
 
@@ -182,6 +184,20 @@ def test_a_wait_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert "read 1 runs, for" in terminal.written
     assert terminal.written.count("\n") == 1
+
+
+def test_a_copy_whose_last_bytes_take_long_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._LINE_SECONDS", 0.5)
+    monkeypatch.setattr("tinkercloud_api.commands.common.progress._SHORTEST_SECONDS", 0.0)
+
+    with copying("copied", 2048) as progress:
+        progress(2048)
+        while "copied 2.0 KiB of 2.0 KiB, for" not in terminal.written:
+            time.sleep(0.01)
+
+    assert terminal.written.splitlines()[-1].endswith(f"[{'#' * 20}] copied 2.0 KiB of 2.0 KiB")
 
 
 def test_a_command_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -528,6 +544,53 @@ def test_runs_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch)
         "queue_reason": SHOWN,
     }
     assert both.stderr == "error: --csv, --json: choose one of them\n"
+
+
+def test_checkpoints_as_csv_have_the_fields_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = {"tinker_path": "tinker://a:train:0/weights/1", "size_bytes": 5, "damage": HOSTILE}
+    answer = {"checkpoints": [checkpoint | {"expires_at": None}]}
+    monkeypatch.setattr(checkpoint_commands, "request", lambda *_: answer)
+    list_checkpoints = ["checkpoints", "list", "--csv", "--api-key", "tml-key"]
+
+    header, *rows = csv.reader(CliRunner().invoke(app, list_checkpoints).stdout.splitlines())
+    both = CliRunner().invoke(app, [*list_checkpoints, "--json"])
+
+    assert header == list(CheckpointInfo.model_fields)
+    [found] = [dict(zip(header, each, strict=True)) for each in rows]
+    assert {name: value for name, value in found.items() if value} == {
+        "tinker_path": "tinker://a:train:0/weights/1",
+        "size_bytes": "5",
+        "damage": SHOWN,
+    }
+    assert both.stderr == "error: --csv, --json: choose one of them\n"
+
+
+FORMULA = "=HYPERLINK(A1)"
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "column"),
+    [
+        (["runs", "list"], {"runs": [{"name": FORMULA, "step": -0.5}]}, "name"),
+        (["usage", "--by", "key"], {"usage": [{"key_name": FORMULA, "owner": "-1"}]}, "key_name"),
+        (
+            ["audit"],
+            {"entries": [{"timestamp": "", "event": "", "event_details": {"key_name": FORMULA}}]},
+            "key_name",
+        ),
+    ],
+)
+def test_names_that_spreadsheets_would_compute_are_texts_in_csv_and_numbers_stay(
+    call: list[str], answer: object, column: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for each in (run_commands, usage_commands, audit_commands):
+        monkeypatch.setattr(each, "request", lambda *_: answer)
+
+    printed = CliRunner().invoke(app, [*call, "--csv", "--api-key", "tml-key"]).stdout
+
+    (row,) = csv.DictReader(printed.splitlines())
+    assert row[column] == f"'{FORMULA}"
+    assert [value for value in row.values() if value.startswith("'")] == [row[column]]
 
 
 def test_a_rotated_key_is_printed_alone_and_its_end_on_standard_error(tmp_path: Path) -> None:

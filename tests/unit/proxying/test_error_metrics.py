@@ -1,4 +1,4 @@
-"""Forwarded requests that fail because of the head are counted by reason."""
+"""Forwarded requests are counted by owner, and those that fail because of the head by reason."""
 
 import asyncio
 from collections.abc import MutableMapping
@@ -22,18 +22,35 @@ async def forward(port: int) -> None:
     endpoint = HeadEndpoint(f"http://127.0.0.1:{port}", "token", "g1")
     async with open_client() as session:
         await Proxy(session).forward(
-            nowhere, endpoint, "/x", target="run", headers={}, body=b"{}", timeout_seconds=30
+            nowhere,
+            endpoint,
+            "/x",
+            target="run",
+            owner="ann",
+            headers={},
+            body=b"{}",
+            timeout_seconds=30,
         )
 
 
-async def forward_to_one_that_answers(answer: bytes) -> None:
+def in_flight(owner: str) -> float | None:
+    return REGISTRY.get_sample_value("tinkercloud_proxy_requests_in_flight", {"owner": owner})
+
+
+async def forward_to_one_that_answers(answer: bytes) -> float | None:
+    """Forward a request; return how many of its owner were in flight while the head had it."""
+    at_the_head: list[float | None] = []
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n{}")
+        at_the_head.append(in_flight("ann"))
         writer.write(answer)
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         await forward(server.sockets[0].getsockname()[1])
+    (count,) = at_the_head
+    return count
 
 
 def counted(reason: str) -> float:
@@ -68,3 +85,10 @@ async def test_a_head_that_was_replaced_is_counted() -> None:
         await forward_to_one_that_answers(refusal.encode())
 
     assert counted("replaced") == before + 1
+
+
+async def test_a_request_is_in_flight_for_its_owner_until_its_response_is_complete() -> None:
+    whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
+
+    assert await forward_to_one_that_answers(whole) == 1
+    assert in_flight("ann") == 0

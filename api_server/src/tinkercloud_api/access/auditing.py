@@ -7,6 +7,7 @@ contain secrets, and the API server does not read those of training requests.
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, time, timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.types import Scope
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import Effect
 from tinkercloud_api.catalog.access.audit_log import AuditLog
+from tinkercloud_api.catalog.access.project_rows import GROUP
 from tinkercloud_api.catalog.schema.tables import ApiKey, AuditEntry
 from tinkercloud_protocol.wire.asgi import Message, Send
 from tinkercloud_protocol.wire.errors import Unavailable, WireError
@@ -85,13 +87,20 @@ class Auditing:
 
         return send_recorded
 
-    async def record_login(self, key: ApiKey, address: str) -> None:
+    async def record_login(self, key: ApiKey, groups: Iterable[str], address: str) -> None:
         """Record that a login has issued a key.
+
+        Args:
+            key: the key.
+            groups: the groups of its owner from now on, which can be members of projects.
+            address: address of the client.
 
         Raises:
             Unavailable: the entry could not be written.
         """
-        details = {"key_name": key.name, "role": key.role, **_at_callback(address)}
+        objects = [f"key {key.id}", *(GROUP + name for name in sorted(groups))]
+        details = {"key_name": key.name, "role": key.role, "objects": objects}
+        details |= _at_callback(address)
         await self.entries.begin(key.owner, key.id, "key_login", details)
 
     async def record_console_login(self, caller: Principal, scope: Scope, status: int) -> None:

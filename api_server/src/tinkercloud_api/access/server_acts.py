@@ -48,8 +48,10 @@ async def record_settings(audit_log: AuditLog, settings: Settings) -> None:
     """
     tenants = {name: each.model_dump(mode="json") for name, each in settings.tenants.items()}
     login = settings.oidc.model_dump(mode="json") if settings.oidc is not None else {}
+    storage = settings.model_dump(include={"max_checkpoint_bytes_per_owner"}, exclude_none=True)
     changes: dict[str, tuple[str, str, dict[str, Any]]] = {
         "quota_set": ("setting tenants", "tenant", tenants),
+        "storage_quota_set": ("setting max_checkpoint_bytes_per_owner", "setting", storage),
         "login_set": ("setting oidc", "setting", login),
     }
     for event, (path, kind, value) in changes.items():

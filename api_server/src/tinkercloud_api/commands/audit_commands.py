@@ -23,6 +23,7 @@ from tinkercloud_api.commands.common.shared import (
     Json,
     Since,
     Until,
+    csv_cell,
     fail,
     request,
     say_line,
@@ -95,7 +96,8 @@ def show_audit(
     elif as_csv:
         writer = csv.writer(sys.stdout)
         writer.writerow(_FIELDS)
-        writer.writerows([_cell(entry.get(name)) for name in _FIELDS] for entry in entries)
+        for entry in entries:
+            writer.writerow([csv_cell(_cell(entry.get(name))) for name in _FIELDS])
     else:
         show([_row(entry) for entry in entries], _COLUMNS, as_json=False)
 

@@ -21,7 +21,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     newest_in_file,
     record_in_file,
 )
-from tinkercloud_api.commands.common.progress import CopyProgress
+from tinkercloud_api.commands.common.progress import copying
 from tinkercloud_api.commands.common.shared import (
     Json,
     Yes,
@@ -80,12 +80,11 @@ def create_backup(
             create.check_place(Path(file), source)
         with (
             _recorded(source.catalog, f"tinkercloud backup create {file}"),
+            copying("copied", create.size_of(source)) as progress,
             _output(file) as output,
             _workspace(file) as workspace,
         ):
-            progress = CopyProgress("copied", create.size_of(source))
             manifest = create.create(source, output, workspace, progress)
-            progress.finish()
     _report(manifest, f"backed up to {where}", as_json=as_json, to_stderr=file == _PIPE)
 
 
@@ -98,10 +97,9 @@ def verify_backup(file: _ToRead, *, as_json: Json = False) -> None:
         _failures(f"check {file}"),
         _input(file) as (stream, name),
         _workspace(_PIPE) as workspace,
+        copying("checked", _size(file)) as progress,
     ):
-        progress = CopyProgress("checked", _size(file))
         manifest = verify.verify(stream, name, workspace, progress)
-        progress.finish()
     _report(manifest, f"{name} is complete", as_json=as_json, to_stderr=False)
 
 
@@ -139,9 +137,8 @@ def restore_backup(
             confirm(f"Replace the state in {where.state_dir} by {name}?", skipped=yes)
         catalog = where.state_dir / "catalog.db"
         replaced = newest_in_file(catalog)
-        progress = CopyProgress("restored", _size(file))
-        manifest = restore.restore(stream, name, where, progress)
-        progress.finish()
+        with copying("restored", _size(file)) as progress:
+            manifest = restore.restore(stream, name, where, progress)
         objects = [f"instead of {replaced}", f"{RESTORED}{moment(manifest.created_at)}"]
         change = Change(RESTORE, ["backup", "restore", file], objects)
         record_in_file(catalog, change, "done")

@@ -15,10 +15,11 @@ from urllib.parse import quote
 
 import typer
 
-from tinkercloud_api.commands.common.progress import CopyProgress, waiting
+from tinkercloud_api.commands.common.progress import copying, waiting
 from tinkercloud_api.commands.common.shared import (
     ApiKey,
     BaseUrl,
+    Csv,
     Json,
     Yes,
     confirm,
@@ -28,6 +29,7 @@ from tinkercloud_api.commands.common.shared import (
     say,
     say_line,
     show,
+    show_csv,
 )
 from tinkercloud_api.config.readable import binary_size, moment
 
@@ -70,11 +72,19 @@ def list_checkpoints(
         ),
     ] = False,
     as_json: Json = False,
+    as_csv: Csv = False,
 ) -> None:
     """List checkpoints, newest first."""
+    if as_csv and as_json:
+        fail("--csv, --json: choose one of them")
     scope = "accessible" if everybody else "owned"
     answer = request("GET", base_url, api_key, f"checkpoints?limit={limit}&access_scope={scope}")
     found: list[dict[str, Any]] = answer["checkpoints"]
+    if as_csv:
+        from tinkercloud_protocol.responses.listings import CheckpointInfo
+
+        show_csv(found, list(CheckpointInfo.model_fields))
+        return
     show(found if as_json else [_row(each) for each in found], _COLUMNS, as_json=as_json)
 
 
@@ -306,12 +316,11 @@ async def _download(url: str, target: Path) -> None:
         async with aiohttp.ClientSession(timeout=limits) as client, client.get(url) as response:
             if response.status != 200:
                 fail(f"{response.status}: {(await response.text())[:500]}")
-            progress = CopyProgress("downloaded", response.content_length)
-            with target.open("wb") as file:
+            total = response.content_length
+            with target.open("wb") as file, copying("downloaded", total) as progress:
                 async for part in response.content.iter_chunked(_PART_BYTES):
                     file.write(part)
                     progress(len(part))
-            progress.finish()
     except (aiohttp.ClientError, TimeoutError) as error:
         fail(f"the download failed ({str(error) or type(error).__name__}); repeat the command")
 

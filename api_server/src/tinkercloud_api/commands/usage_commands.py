@@ -19,6 +19,7 @@ from tinkercloud_api.commands.common.shared import (
     Json,
     Since,
     Until,
+    csv_cell,
     fail,
     request,
     say_line,
@@ -249,9 +250,9 @@ def _show_month(
             typer.echo("-: no price in the setting `prices` of the server")
 
 
-def _plain(value: object) -> object:
-    """Return a value for CSV, without an exponent: spreadsheets take `1.2e-05` for a text."""
-    return format(Decimal(repr(value)), "f") if isinstance(value, float) else value
+def _plain(value: object) -> str:
+    """Return a cell of CSV, without an exponent: spreadsheets take `1.2e-05` for a text."""
+    return format(Decimal(repr(value)), "f") if isinstance(value, float) else csv_cell(value)
 
 
 def _without_exponents(text: str) -> str:

@@ -4,6 +4,7 @@ Gauges describe one replica unless stated otherwise.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Literal, get_args
 
@@ -31,6 +32,7 @@ WAITING_RUNS = Gauge(
 PROXY_REQUESTS = Gauge(
     "tinkercloud_proxy_requests_in_flight",
     "Forwarded requests that session heads have not completed",
+    ["owner"],
 )
 PROXY_BYTES = Counter(
     "tinkercloud_proxy_bytes", "Bytes of forwarded request and response bodies", ["direction"]
@@ -94,6 +96,11 @@ def _count(waiting_runs: Callable[[], Mapping[QueueState, int]], state: QueueSta
     return waiting_runs().get(state, 0)
 
 
+def forwarding(owner: str) -> AbstractContextManager[None]:
+    """Count a forwarded request of an owner as in flight within the context."""
+    return PROXY_REQUESTS.labels(_label_of(owner)).track_inprogress()
+
+
 def count_usage(owner: str, amounts: Mapping[str, float]) -> None:
     """Count usage that was recorded.
 
@@ -102,11 +109,15 @@ def count_usage(owner: str, amounts: Mapping[str, float]) -> None:
         amounts: what has been added, by name: `engine_seconds`, or a kind of tokens that ends in
             `_tokens`.
     """
-    if len(_owners) < MAX_OWNERS:
-        _owners.add(owner)
-    label = owner if owner in _owners else OTHER_OWNERS
+    label = _label_of(owner)
     for name, amount in amounts.items():
         if name == "engine_seconds":
             USAGE_ENGINE_SECONDS.labels(label).inc(amount)
         else:
             USAGE_TOKENS.labels(label, name.removesuffix("_tokens")).inc(amount)
+
+
+def _label_of(owner: str) -> str:
+    if len(_owners) < MAX_OWNERS:
+        _owners.add(owner)
+    return owner if owner in _owners else OTHER_OWNERS

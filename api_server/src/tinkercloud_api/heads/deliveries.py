@@ -159,6 +159,7 @@ class Deliveries:
                 endpoint,
                 request.path,
                 target=request.target,
+                owner=request.owner,
                 headers=request.headers,
                 body=request.body,
                 refusal=request.refusal,

@@ -49,6 +49,7 @@ class Proxy:
         path: str,
         *,
         target: str,
+        owner: str,
         headers: Mapping[str, str],
         body: bytes | AsyncIterator[bytes],
         replace: Mapping[int, tuple[int, bytes] | WireError] | None = None,
@@ -63,6 +64,7 @@ class Proxy:
             endpoint: endpoint of the head.
             path: path of the request.
             target: the model or sampling session whose ownership was checked.
+            owner: who sent the request, for metrics.
             headers: headers of the client's request; only those that heads read are forwarded.
             body: the whole body, or its chunks as they arrive.
             replace: responses to substitute, by the head's status: a status and a JSON body, or an
@@ -89,7 +91,7 @@ class Proxy:
         fields.update({name: headers[name] for name in FORWARDED_HEADERS if name in headers})
         if not isinstance(body, bytes) and "content-length" in headers:
             fields["content-length"] = headers["content-length"]
-        with api_metrics.PROXY_REQUESTS.track_inprogress(), self._counted(target):
+        with api_metrics.forwarding(owner), self._counted(target):
             async with self._post(endpoint.url + path, fields, body, timeout_seconds) as response:
                 if response.status == routes.WRONG_GENERATION_STATUS:
                     api_metrics.PROXY_ERRORS.labels("replaced").inc()

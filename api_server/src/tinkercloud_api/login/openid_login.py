@@ -75,6 +75,8 @@ class Outcome:
     """The owner that the account is."""
     issued: tuple[str, ApiKey] | None
     """A new key, and its row; None for a logout."""
+    groups: frozenset[str] = frozenset()
+    """The groups of the account that can be members of projects; none for a logout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +241,9 @@ class Logins:
         if purpose is Purpose.LOGOUT:
             return Outcome(purpose, await self._owner(subject_of(claims, self._settings)), None)
         name = LoginKey.CONSOLE if purpose is Purpose.CONSOLE else LoginKey.SHOWN
-        key, row = await self._issue(identify(claims, self._settings), name, now())
-        return Outcome(purpose, row.owner, (key, row))
+        identity = identify(claims, self._settings)
+        key, row = await self._issue(identity, name, now())
+        return Outcome(purpose, row.owner, (key, row), identity.groups)
 
     async def end_keys(self, owner: str) -> None:
         """Revoke all keys from logins of an owner, for the next request of all servers."""

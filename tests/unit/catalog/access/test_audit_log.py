@@ -4,17 +4,21 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinkercloud_api.access import server_acts
+from tinkercloud_api.access.auditing import Auditing
 from tinkercloud_api.catalog.access.audit_chain import Mark
 from tinkercloud_api.catalog.access.audit_export import line_of, verify_lines
 from tinkercloud_api.catalog.access.audit_log import AuditLog, AuditQuery, Recorded
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import now
+from tinkercloud_api.catalog.schema.tables import ApiKey, now
+from tinkercloud_api.config.settings import Settings
 from tinkercloud_protocol.wire.errors import InvalidRequest
 
 DAY = timedelta(days=1)
@@ -60,6 +64,22 @@ async def test_an_entry_is_listed_with_its_outcome(engine: AsyncEngine) -> None:
     assert [row.outcome for row in found] == [{"status": 200}] * 5 + [{}]
     assert [row.entry.id for row in found] == [1, 3, 5, 7, 9, 11]
     assert [row.entry.owner for row in await listed(log, "bob")] == ["bob"]
+
+
+async def test_limits_and_groups_that_change_are_named(engine: AsyncEngine, tmp_path: Path) -> None:
+    log = AuditLog(engine)
+    for limit in (None, 5, 5, 7, None):
+        settings = Settings(state_dir=tmp_path, max_checkpoint_bytes_per_owner=limit)
+        await server_acts.record_settings(log, settings)
+    key = ApiKey(id=7, name="login", owner="ann", role="user")
+    await Auditing(log, days=1).record_login(key, {"vision", "platform"}, "127.0.0.1")
+
+    *limits, login = [row.entry.details for row in await listed(log)]
+
+    name = "max_checkpoint_bytes_per_owner"
+    assert [each["value"] for each in limits] == [{name: 5}, {name: 7}, {}]
+    assert {tuple(each["objects"]) for each in limits} == {(f"setting {name}",)}
+    assert login["objects"] == ["key 7", "group:platform", "group:vision"]
 
 
 async def test_writers_of_many_servers_make_one_chain(

@@ -189,6 +189,22 @@ async def test_a_project_keeps_an_admin_even_if_two_leave_at_once(catalog: Catal
         await catalog.remove_member("p", admin)
 
 
+async def test_one_of_two_owners_who_disable_each_other_at_once_stays_enabled(
+    catalog: Catalog,
+) -> None:
+    for name in ("ann", "bob"):
+        await catalog.add_key(key_hash=name, name=name, owner=name, role="admin")
+
+    outcomes = await asyncio.gather(
+        catalog.set_disabled("ann", now(), by="bob"),
+        catalog.set_disabled("bob", now(), by="ann"),
+        return_exceptions=True,
+    )
+
+    assert [type(outcome) for outcome in outcomes].count(Forbidden) == 1
+    assert [user.disabled_at is None for user in await catalog.users()].count(True) == 1
+
+
 async def log_in(catalog: Catalog, name: str, *groups: str, days: float = 1) -> None:
     await catalog.log_in(
         Login(

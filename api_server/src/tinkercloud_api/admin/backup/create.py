@@ -11,7 +11,7 @@ neither, because a run that is suspended or resumed moves from one to the other.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -172,15 +172,14 @@ def create(source: Sources, output: IO[bytes], workspace: Path, progress: Progre
         has_journals=source.has_journals,
     )
     _require_current(header)
+    if source.store is not None:
+        _require_mounted(source.store, catalog_backup.named_checkpoints(copied))
     backup = _Backup(source, Writer(output, header, progress))
     backup.copy_files()
     if source.store is not None:
         missing = asyncio.run(_list_what_is_copied(copied, source.catalog, backup.checkpoints))
-        if missing and not open_files.entries(source.store):
-            raise BackupError(
-                f"--checkpoints: {source.store} is empty or missing, and the catalog lists"
-                f" {len(missing)} checkpoints; mount the store, or leave the option out"
-            )
+        # It may have been unmounted meanwhile.
+        _require_mounted(source.store, missing)
         backup.damaged = {**missing, **backup.damaged}
     with copied.open("rb") as file:
         backup.writer.add(archive.CATALOG, file, copied.stat().st_size, 0o600)
@@ -192,6 +191,14 @@ def _require_current(header: Header) -> None:
         raise BackupError(
             f"the catalog has revision {', '.join(header.catalog_revisions)}, and this release has"
             f" {newest}; use the `tinkercloud` command of the release that the server has"
+        )
+
+
+def _require_mounted(store: Path, named: Collection[object]) -> None:
+    if named and not open_files.entries(store):
+        raise BackupError(
+            f"--checkpoints: {store} is empty or missing, and the catalog lists {len(named)}"
+            " checkpoints; mount the store, or leave the option out"
         )
 
 

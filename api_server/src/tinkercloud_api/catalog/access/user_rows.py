@@ -110,9 +110,24 @@ class UserStatements(Statements):
         """Set what keys of an owner may do at most; return whether the owner is known."""
         return await self._change_user(name, role=role)
 
-    async def set_disabled(self, name: str, disabled_at: datetime | None) -> bool:
-        """Refuse all keys of an owner, or (None) no longer; return whether the owner is known."""
-        return await self._change_user(name, disabled_at=disabled_at)
+    async def set_disabled(
+        self, name: str, disabled_at: datetime | None, by: str | None = None
+    ) -> bool:
+        """Refuse all keys of an owner, or no longer.
+
+        Args:
+            name: the owner.
+            disabled_at: since when; None means no longer.
+            by: the owner who asks for it; None for a command on the server's machine.
+
+        Returns:
+            Whether the owner is known.
+
+        Raises:
+            Forbidden: the owner who asks was disabled meanwhile. Of admins who disable each other
+                at once, one stays enabled.
+        """
+        return await self._change_user(name, by, disabled_at=disabled_at)
 
     async def log_in(self, login: Login) -> ApiKey:
         """Add a key for an account, and link the account to an owner the first time.
@@ -224,9 +239,11 @@ class UserStatements(Statements):
         order = case((_is_valid(), 0), else_=1), ApiKey.id.desc()
         return await self._page(query.order_by(*order), page)
 
-    async def _change_user(self, name: str, **values: object) -> bool:
+    async def _change_user(self, name: str, by: str | None = None, **values: object) -> bool:
         async with self._writing() as db:
             await change_rights(db)
+            if by is not None and (user := await db.get(User, by)) is not None:
+                _require_enabled(user)
             if not await _is_known(db, name):
                 return False
             row = await db.get(User, name)
@@ -275,6 +292,10 @@ async def _owner_of(db: AsyncSession, login: Login) -> str:
             user = User(name=login.name)
             db.add(user)
         user.subject = login.subject
+    _require_enabled(user)
+    return user.name
+
+
+def _require_enabled(user: User) -> None:
     if user.disabled_at is not None:
         raise Forbidden(f"the owner {user.name!r} is disabled; ask an administrator to enable it")
-    return user.name

@@ -88,13 +88,16 @@ class CopyProgress:
         self._show()
         self._line.end()
 
-    def _show(self) -> None:
+    def text(self) -> str:
+        """Return how much was copied, such as `copied 1.0 MiB of 3.0 MiB`."""
         of = ""
         if self._total is not None:
             # The server may write while its files are copied.
             of = f" of {binary_size(max(self._total, self._done))}"
-        bar = self._line.bar(self._done, self._total)
-        self._line.show(f"{bar}{self._verb} {binary_size(self._done)}{of}")
+        return f"{self._verb} {binary_size(self._done)}{of}"
+
+    def _show(self) -> None:
+        self._line.show(f"{self._line.bar(self._done, self._total)}{self.text()}")
 
 
 class StateProgress:
@@ -128,14 +131,16 @@ def waiting(what: str | Callable[[], str]) -> Iterator[None]:
 
     def run() -> None:
         # The first line comes late even in a terminal: most waits are short.
-        pause, has_shown = _LINE_SECONDS, False
+        pause, shown_at = _LINE_SECONDS, None
         while not ended.wait(max(_Line.shown_at + pause - time.monotonic(), _TERMINAL_SECONDS)):
             now = time.monotonic()
             if now >= max(_Line.shown_at + pause, began + _SHORTEST_SECONDS):
                 shown = what if isinstance(what, str) else what()
                 line.show(f"{shown}, for {now - began:.0f} s")
-                pause, has_shown = line.pause, True
-        if has_shown:
+                shown_at = _Line.shown_at
+            # What the command shows itself is not replaced before it has become old.
+            pause = line.pause if _Line.shown_at == shown_at else _LINE_SECONDS
+        if shown_at is not None:
             line.end()
 
     showing = threading.Thread(target=run, daemon=True)
@@ -145,3 +150,19 @@ def waiting(what: str | Callable[[], str]) -> Iterator[None]:
     finally:
         ended.set()
         showing.join()
+
+
+@contextmanager
+def copying(verb: str, total: int | None) -> Iterator[CopyProgress]:
+    """Show how much is copied within the context, also for as long as no bytes pass.
+
+    That is so while a disk or a server completes what was written to it.
+
+    Args:
+        verb: as of `CopyProgress`.
+        total: as of `CopyProgress`.
+    """
+    progress = CopyProgress(verb, total)
+    with waiting(progress.text):
+        yield progress
+    progress.finish()

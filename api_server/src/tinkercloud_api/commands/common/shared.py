@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from tinkercloud_api.commands.common.progress import CopyProgress, note_output, waiting
+from tinkercloud_api.commands.common.progress import CopyProgress, copying, note_output, waiting
 from tinkercloud_api.config.readable import parse_moment, printable
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ _READ_SECONDS = 600.0
 _CLEAR = "\x1b[2J\x1b[H"
 """Clears a terminal."""
 _PART_BYTES = 1 << 20
+_FORMULAS = ("=", "+", "-", "@")
+"""Starts of cells that spreadsheets compute."""
 
 
 def _moment_option(text: str) -> datetime:
@@ -152,8 +154,22 @@ def show_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     writer = csv.writer(sys.stdout, lineterminator="\n")
     writer.writerow(columns)
     for row in rows:
-        cells = (row.get(column) for column in columns)
-        writer.writerow(["" if cell is None else printable(str(cell)) for cell in cells])
+        writer.writerow([csv_cell(row.get(column)) for column in columns])
+
+
+def csv_cell(value: object) -> str:
+    """Return a cell of CSV that no spreadsheet takes for a formula; empty for None.
+
+    Others may have written it: a text such as `=1+1` gets an apostrophe, and a number stays.
+    """
+    text = "" if value is None else printable(str(value))
+    if not text.startswith(_FORMULAS):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def say_line(text: str, *, err: bool = False) -> None:
@@ -293,7 +309,9 @@ async def call(
             if isinstance(body, Path):
                 size = await asyncio.to_thread(lambda: body.stat().st_size)
                 length = {"Content-Length": str(size)}
-                return await _send(client, method, target, data=_parts(body, size), headers=length)
+                with copying("uploaded", size) as progress:
+                    parts = _parts(body, progress)
+                    return await _send(client, method, target, data=parts, headers=length)
             return await _send(client, method, target, json=body)
     except aiohttp.ClientError as error:
         raise NoAnswerError(
@@ -301,14 +319,12 @@ async def call(
         ) from error
 
 
-async def _parts(file: Path, size: int) -> AsyncIterator[bytes]:
+async def _parts(file: Path, progress: CopyProgress) -> AsyncIterator[bytes]:
     """Yield the content of a file, and show how much of it was sent."""
-    progress = CopyProgress("uploaded", size)
     with file.open("rb") as opened:
         while part := await asyncio.to_thread(opened.read, _PART_BYTES):
             yield part
             progress(len(part))
-    progress.finish()
 
 
 async def _send(

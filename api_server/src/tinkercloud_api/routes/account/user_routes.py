@@ -191,7 +191,8 @@ async def revoke_key(owner: Name, key_id: KeyId, server: Server, caller: Caller)
 async def disable_user(owner: Name, server: Server, caller: Caller) -> dict[str, str]:
     """Refuse all keys of an owner from now on (admins). Its runs and checkpoints stay. Idempotent.
 
-    Admins can't disable themselves, so that one of them is left who can enable others.
+    Admins can't disable themselves, and of two who disable each other at once one is refused, so
+    that one of them is left who can enable others.
     """
     if owner == caller.owner:
         raise InvalidRequest(
@@ -215,7 +216,7 @@ async def _set_disabled(
     owner: str, moment: datetime | None, server: Context, caller: Principal
 ) -> None:
     caller.named_objects.add(f"user {owner}")
-    if not await server.catalog.set_disabled(owner, moment):
+    if not await server.catalog.set_disabled(owner, moment, by=caller.owner):
         raise _unknown(owner)
 
 

@@ -64,6 +64,7 @@ async def copy_weights(
     """Copy a checkpoint that the caller, or the holder of the access token, may read."""
     reader = await server.authenticator.reader(caller, token or request.weights_access_token)
     path = await server.copies.copy(request, key, caller, reader)
+    caller.named_objects.add(path)
     log.info("checkpoint copied", source=request.source_path, path=path, owner=caller.owner)
     return CopyWeightsAnswer(tinker_path=path)
 
@@ -73,6 +74,7 @@ async def copy_weights(
 async def start_upload(request: StartUpload, server: Server, caller: Caller) -> UploadStarted:
     """Start to import a PEFT adapter. PUT its file to the returned path, then finish."""
     upload = await server.imports.start(request, caller)
+    caller.named_objects.add(upload.id)
     urls = {ADAPTER_WEIGHTS: f"{UPLOADS}{upload.id}/{ADAPTER_WEIGHTS}"}
     return UploadStarted(upload_id=upload.id, urls=urls, expires=upload.expires_at)
 
@@ -101,6 +103,7 @@ async def list_uploads(server: Server, caller: Caller) -> UnfinishedUploads:
 async def finish_upload(upload_id: str, server: Server, caller: Caller) -> UploadFinished:
     """Make a training checkpoint of an uploaded adapter."""
     path = await server.imports.finish(upload_id, caller)
+    caller.named_objects.add(path)
     log.info("adapter imported", path=path)
     return UploadFinished(tinker_path=path)
 
@@ -160,6 +163,7 @@ async def external_weights_upload_start(
 ) -> ExternalUploadStarted:
     """Start to upload an adapter of PEFT by signed URLs, as SDK 0.39 does."""
     upload = await server.imports.start_external(request, caller)
+    caller.named_objects.add(upload.id)
     urls = {
         name: upload_urls.upload_url(
             base_url(http, server),

@@ -162,6 +162,7 @@ class Call:
                     endpoint,
                     quote(self.request.path),
                     target=target,
+                    owner=self.principal.owner,
                     headers=self.request.headers,
                     body=body,
                     replace=replace,
