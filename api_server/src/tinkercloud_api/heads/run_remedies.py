@@ -11,7 +11,8 @@ _REMEDIES: Mapping[str, str] = {
     "unknown": "look at the checkpoint store and the disk of the server, which do not respond",
     "paused_capacity": "end a run that nobody needs (tinkercloud runs stop), or raise the limit or"
     " the memory that the reason names",
-    "paused_rate_limit": "wait, or ask an admin for more tokensPerMinute",
+    "paused_rate_limit": "wait, read the results that are ready, or ask an admin to raise the limit"
+    " that the reason names",
 }
 _NEVER_RAN = "create the run again: it has no state to continue from"
 
