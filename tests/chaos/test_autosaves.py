@@ -104,6 +104,7 @@ def test_a_single_step_is_saved_after_some_time_and_deleting_a_run_deletes_its_a
         wait_until(lambda: autosaves(server, training) == [], "their deletion")
 
 
+@pytest.mark.long
 def test_deleting_a_suspended_run_deletes_its_autosaves(model_folder: Path, tmp_path: Path) -> None:
     with a_server(tmp_path, {MODEL: model_folder}, AT_ONCE) as server:
         training = a_training_client(server)

@@ -102,7 +102,13 @@ class Killer:
         self._thread.join()
 
 
-@pytest.mark.parametrize("rank", [4, 0], ids=["an adapter", "a whole model"])
+@pytest.mark.parametrize(
+    "rank",
+    [
+        pytest.param(4, id="an adapter"),
+        pytest.param(0, id="a whole model", marks=pytest.mark.long),
+    ],
+)
 def test_a_pipelined_loop_is_the_same_to_the_bit_however_often_its_head_is_killed(
     server: Server, rank: int
 ) -> None:

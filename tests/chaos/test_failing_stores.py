@@ -47,6 +47,7 @@ def expected_losses(server: Server, count: int) -> list[float]:
     return [step(training) for _ in range(count)]
 
 
+@pytest.mark.long
 def test_a_stopping_head_retries_until_the_store_accepts_its_runs(
     tmp_path: Path, model_folder: Path
 ) -> None:
@@ -89,6 +90,7 @@ def test_runs_that_the_store_rejects_are_kept_on_disk_by_the_stopping_server(
         assert not list((unsaved / "runs" / training.model_id).rglob("manifest.json"))
 
 
+@pytest.mark.long
 def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
     tmp_path: Path, model_folder: Path
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_killed_head_fails_its_runs_permanently_and_they_resume_from_a_checkpo
     assert [step(resumed) for _ in range(3)] == expected
 
 
+@pytest.mark.long
 def test_samples_of_a_saved_checkpoint_survive_a_killed_head(server: Server) -> None:
     training = a_training_client(server)
     step(training)

@@ -151,6 +151,7 @@ def test_training_outlasts_a_full_disk_with_all_state_of_the_server(
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="mounting a disk needs root and loop devices")
+@pytest.mark.long
 def test_training_outlasts_a_read_only_disk_with_the_journals(
     tmp_path: Path, model_folder: Path
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_rebuilt_catalog_lists_runs_and_checkpoints_and_suspended_runs_resume(
     assert step(training) == step(resumed)
 
 
+@pytest.mark.long
 def test_a_run_that_was_not_suspended_is_reported_lost_after_a_rebuild(own_server: Server) -> None:
     training = own_server.client().create_lora_training_client(MODEL, rank=4).result()
     path = training.save_state("saved").result().path

@@ -121,9 +121,10 @@ def test_the_template_for_the_model_of_the_quickstart_makes_it_call_a_tool(
     added, answer = printed.splitlines()
     assert added == "smollm2-tools: ready"
     [choice] = json.loads(answer)["choices"]
-    [call] = choice["message"]["tool_calls"]
-    assert call["function"]["name"] == "weather"
-    assert json.loads(call["function"]["arguments"])["city"] in {"Lima", "Oslo"}
+    # A random model may call more than once.
+    called = [each["function"] for each in choice["message"]["tool_calls"]]
+    assert {each["name"] for each in called} == {"weather"}
+    assert {json.loads(each["arguments"])["city"] for each in called} <= {"Lima", "Oslo"}
 
 
 AS_CLAUDE_CODE = """

@@ -43,6 +43,7 @@ def commands() -> str:
     return re.sub(r"^\$ ", "", "".join(blocks), flags=re.M)
 
 
+@pytest.mark.long
 def test_the_merged_model_of_the_page_answers_in_transformers_as_the_server_does(
     server: Server, base: Path, tmp_path: Path
 ) -> None:

@@ -202,6 +202,7 @@ def test_a_model_is_downloaded_for_a_running_server(empty: Server, hub: ModelHub
     assert "so far" in added.stderr or "loading" in added.stderr
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_downloaded_says_why_and_does_not_return_at_the_next_start(
     server: Server,
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_model_that_cannot_be_downloaded_says_why_and_does_not_return_at_the_n
     assert [*models(server)] == [GIVEN]
 
 
+@pytest.mark.long
 def test_a_server_starts_without_an_added_model_that_was_damaged_and_says_why(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
@@ -230,6 +232,7 @@ def test_a_server_starts_without_an_added_model_that_was_damaged_and_says_why(
     assert models_command(server, "add", ADDED, "--path", str(copy)).returncode == 0
 
 
+@pytest.mark.long
 def test_a_given_model_is_removed_until_the_next_start(server: Server) -> None:
     unsure = models_command(server, "remove", GIVEN, answer="n\n")
     no_terminal = models_command(server, "remove", GIVEN, answer="")

@@ -251,6 +251,7 @@ def test_a_run_on_disk_after_a_crash_of_the_server_continues_to_the_bit(
         assert losses_of(server, lines) == expected[STEPS:]
 
 
+@pytest.mark.long
 def test_attaching_waits_for_a_model_that_loads_and_waiting_requests_say_so(
     model_folder: Path, tmp_path: Path, expected: list[float]
 ) -> None:

@@ -181,6 +181,7 @@ def test_requests_do_not_wait_for_a_collector_that_does_not_answer(
     assert held >= 2
 
 
+@pytest.mark.long
 def test_programs_that_send_no_spans_do_not_load_what_sends_them(
     server: Server, tmp_path: Path, model_folder: Path
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_broken_line_is_named_with_its_number(
     assert "line 2" not in str(raised.value)
 
 
+@pytest.mark.long
 def test_a_program_that_cannot_read_its_data_leaves_no_run(server: Server, folder: Path) -> None:
     before = server.request("GET", "/api/v1/runs").json()["runs"]
     (folder / "conversations.jsonl").write_text("{}")

@@ -311,6 +311,7 @@ def log(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return server.log
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded_is_reported_once_in_the_terminal_of_the_server(
     log: str, model_folder: Path, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def test_a_checkpoint_is_published_given_a_lifetime_downloaded_and_deleted(
     assert stored(known, run_id) == {}
 
 
+@pytest.mark.long
 def test_another_persons_checkpoint_can_be_neither_seen_nor_changed(
     server: Server, run_id: str, tmp_path: Path
 ) -> None:
@@ -203,6 +204,7 @@ def test_usage_and_storage_are_billed(known: Person, run_id: str) -> None:
     assert known.json("billing", "checkpoint-storage")
 
 
+@pytest.mark.long
 def test_the_trace_of_a_session_is_exported(known: Person, run_id: str) -> None:
     known.run("session", "export-trace", session_of(run_id), "--output", "trace.json")
 

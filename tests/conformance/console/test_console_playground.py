@@ -166,6 +166,7 @@ def test_a_read_only_key_asks_nothing(chat_server: Server) -> None:
     assert (answer.status_code, "is read-only" in text(answer)) == (403, True)
 
 
+@pytest.mark.long
 def test_an_answer_that_takes_too_long_says_so(tmp_path: Path, chat_server: Server) -> None:
     settings = {"TINKERCLOUD_SAMPLE_WAIT_SECONDS": "0.01", "TINKERCLOUD_PRELOAD": "false"}
     with a_server(tmp_path, chat_server.models, settings) as server:

@@ -276,6 +276,7 @@ def test_a_run_can_be_created_with_the_switch_on(server: Server) -> None:
         a_run(server, {"tinkercloud.dev/keep-samples": "perhaps"})
 
 
+@pytest.mark.long
 def test_a_killed_head_loses_no_sample_that_was_kept(server: Server) -> None:
     training = a_run(server, {"tinkercloud.dev/keep-samples": "true"})
     weights = training.save_weights_for_sampler("kept").result().path

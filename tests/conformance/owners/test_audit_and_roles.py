@@ -148,6 +148,7 @@ def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
     assert found["backup_create"]["status"] == "done"
 
 
+@pytest.mark.long
 def test_the_log_is_exported_and_its_chain_is_checked(own_server: Server, tmp_path: Path) -> None:
     entries = exported(own_server)
     admin = own_server_admin(own_server)

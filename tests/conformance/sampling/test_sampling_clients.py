@@ -44,6 +44,7 @@ def test_an_error_of_one_sample_reaches_its_caller(client: tinker.ServiceClient)
     assert sampler.sample(PROMPT, 1, SHORT).result().sequences
 
 
+@pytest.mark.long
 def test_samples_of_a_killed_head_are_sampled_again(
     server: Server, client: tinker.ServiceClient
 ) -> None:

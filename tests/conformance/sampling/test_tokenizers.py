@@ -54,6 +54,7 @@ def test_the_sdk_loads_a_tokenizer_locally_without_a_hub(server: Server, tmp_pat
     assert result.stdout.strip() == str(byte_tokenizer().encode(TEXT)), result.stderr
 
 
+@pytest.mark.long
 def test_transformers_loads_a_tokenizer_from_the_mirror(server: Server, tmp_path: Path) -> None:
     result = run(LOAD_FROM_THE_HUB, server, tmp_path, endpoint=f"{server.url}/hf")
 
@@ -107,7 +108,9 @@ def named(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
-@pytest.mark.parametrize("name", [LLAMA, VARIANT, LONG])
+@pytest.mark.parametrize(
+    "name", [LLAMA, *(pytest.param(each, marks=pytest.mark.long) for each in (VARIANT, LONG))]
+)
 def test_the_sdk_and_the_cookbook_load_tokenizers_of_renamed_models_offline(
     named: Server, tmp_path: Path, name: str
 ) -> None:

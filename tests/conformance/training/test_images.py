@@ -283,6 +283,7 @@ def test_the_cookbook_loads_the_image_processor_from_the_mirror(
     assert run(["-c", LOAD_THE_PROCESSOR], server, tmp_path).strip() == "6"
 
 
+@pytest.mark.long
 def test_the_vlm_classifier_of_the_cookbook_takes_two_steps(server: Server, tmp_path: Path) -> None:
     for part in ("train", "test"):
         for name, color in (("red", RED), ("blue", BLUE)):

@@ -69,6 +69,7 @@ class Step:
         return self.gradient.result().metrics["loss:sum"]
 
 
+@pytest.mark.long
 def test_64_runs_of_four_owners_with_mixed_adapters_learn_as_alone(server: Server) -> None:
     clients = [server.client(server.new_key(f"owner-{number}")) for number in range(NUM_OWNERS)]
     runs = [Run(number) for number in range(NUM_RUNS)]

@@ -113,6 +113,7 @@ def started(
 
 
 @pytest.mark.parametrize("is_right", [ends_by_itself, starts_with_an_even_byte])
+@pytest.mark.long
 def test_what_is_rewarded_becomes_likely(
     started: Callable[..., Any], is_right: Callable[[str], bool]
 ) -> None:

@@ -109,6 +109,7 @@ def test_pipelined_requests_and_unread_results_survive_a_restart(
 
 
 @pytest.mark.parametrize("kind", ["weights", "sampler_weights"])
+@pytest.mark.long
 def test_a_sampling_client_does_not_continue_with_an_overwritten_checkpoint(
     own_server: Server, kind: str
 ) -> None:
@@ -140,6 +141,7 @@ def test_a_sampling_client_does_not_continue_with_an_overwritten_checkpoint(
     assert again.compute_logprobs(PROMPT).result() != logprobs[0]
 
 
+@pytest.mark.long
 def test_a_training_loop_does_not_notice_a_hangup_of_the_server(own_server: Server) -> None:
     uninterrupted = a_training_client(own_server)
     expected = [step(uninterrupted) for _ in range(60)]
@@ -159,6 +161,7 @@ def test_a_training_loop_does_not_notice_a_hangup_of_the_server(own_server: Serv
     assert own_server.head_pids() != heads
 
 
+@pytest.mark.long
 def test_unsaved_samplers_keep_sampling_their_own_version(own_server: Server) -> None:
     params = types.SamplingParams(max_tokens=20, stop=[], seed=3)
     training = a_training_client(own_server)
@@ -180,6 +183,7 @@ def test_unsaved_samplers_keep_sampling_their_own_version(own_server: Server) ->
     ]
 
 
+@pytest.mark.long
 def test_samples_in_progress_complete_after_a_restart(model_folder: Path, tmp_path: Path) -> None:
     params = types.SamplingParams(max_tokens=200, stop=[], seed=3)
     settings = {"TINKERCLOUD_TIMINGS__DRAIN_SECONDS": "0.1"}
@@ -219,6 +223,7 @@ def test_an_ended_session_leaves_nothing_suspended(own_server: Server) -> None:
     assert suspended_files(own_server, training) == []
 
 
+@pytest.mark.long
 def test_a_starting_server_waits_for_a_head_that_is_still_suspending_its_runs(
     own_server: Server,
 ) -> None:
