@@ -112,9 +112,17 @@ def _write_config(copy: Path) -> None:
 def main() -> None:
     """Copy the model named by the first argument to the folder named by the second."""
     try:
-        untie(Path(sys.argv[1]), Path(sys.argv[2]))
+        model, folder = map(Path, sys.argv[1:])
+    except ValueError:
+        sys.exit("usage: python -m tinkercloud_worker.untie MODEL FOLDER")
+    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    sys.stdout.write(f"copying {size / 2**30:.1f} GiB of weights ...\n")
+    sys.stdout.flush()
+    try:
+        untie(model, folder)
     except CannotUntieError as error:
         sys.exit(str(error))
+    sys.stdout.write(f"wrote {folder}\n")
 
 
 if __name__ == "__main__":

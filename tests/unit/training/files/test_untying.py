@@ -85,3 +85,17 @@ def test_a_model_that_cannot_be_untied_is_rejected_and_leaves_no_files(
     with pytest.raises(SystemExit, match="found none"):
         main()
     assert not (tmp_path / "copy").exists()
+
+
+def test_the_command_prints_how_much_it_copies_and_where_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = save(tiny_llama(tied=True), tmp_path / "tied")
+
+    monkeypatch.setattr("sys.argv", ["untie", str(tied), str(tmp_path / "copy")])
+    main()
+    monkeypatch.setattr("sys.argv", ["untie", str(tied)])
+    with pytest.raises(SystemExit, match=r"usage: .* MODEL FOLDER"):
+        main()
+
+    assert capsys.readouterr().out == f"copying 0.0 GiB of weights ...\nwrote {tmp_path / 'copy'}\n"
