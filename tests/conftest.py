@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,17 @@ UNIT_TEST_SECONDS = 30
 
 
 LONG = "TINKERCLOUD_TEST_LONG"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-rerunfailures send small messages at once.
+
+    Its workers send two for each test, and TCP would hold the second one back for 40 ms.
+    """
+    connection = getattr(getattr(config, "failures_db", None), "sock", None)
+    if connection is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
