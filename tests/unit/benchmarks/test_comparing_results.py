@@ -67,6 +67,7 @@ def test_a_file_that_is_no_result_is_named(compare: Callable[..., None], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
+@pytest.mark.long
 def test_this_server_is_compared_with_another_tinker_server(
     benchmarks: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

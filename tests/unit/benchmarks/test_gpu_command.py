@@ -146,6 +146,7 @@ def test_with_only_torch_and_transformers_all_figures_that_need_no_more_are_meas
     assert versions["tinker"] is versions["peft"] is None
 
 
+@pytest.mark.long
 def test_a_run_that_measures_nothing_fails_with_a_message(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
@@ -167,6 +168,7 @@ def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> No
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_a_figure_with_variants_is_selected_by_its_number(tmp_path: Path) -> None:
     written = results(tmp_path / "out.json", "", "--device", "cpu", "--only", "G11", "G1")
 
@@ -174,6 +176,7 @@ def test_a_figure_with_variants_is_selected_by_its_number(tmp_path: Path) -> Non
     assert measured == {"G11a", "G11b", "G12", "G14", "G1"}
 
 
+@pytest.mark.long
 def test_each_run_of_a_day_has_its_own_file(tmp_path: Path) -> None:
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)

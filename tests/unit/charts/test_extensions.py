@@ -1,5 +1,6 @@
 """What a platform adds to the chart's pods, and what the chart adds to the cluster's own roles."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ HOOKS = {
 }
 
 
+@cache
 def roles() -> dict[str, dict[str, Any]]:
     found = yaml.safe_load_all(helm("template", "crds", str(CRD_CHART)))
     return {

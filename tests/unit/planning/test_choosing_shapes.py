@@ -380,6 +380,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2, 3)), st.sampled_from((4, 8))))
+@pytest.mark.long
 def test_a_refusal_names_the_fewest_gpus_of_all_choices_and_of_the_given_kind(
     demand: Demand, fleet: Fleet
 ) -> None:

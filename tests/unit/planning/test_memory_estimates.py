@@ -226,7 +226,12 @@ def test_keys_and_values_take_what_is_estimated(make: Callable[[], PreTrainedMod
 
 
 @pytest.mark.parametrize(
-    "name", ["Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"]
+    "name",
+    [
+        "Qwen/Qwen2.5-0.5B",
+        "Qwen/Qwen3-0.6B",
+        pytest.param("meta-llama/Llama-3.2-1B", marks=pytest.mark.long),
+    ],
 )
 def test_what_a_layer_keeps_is_estimated_within_a_tenth(name: str) -> None:
     one, two = (adapted(built(shortened(name, layers))) for layers in (1, 2))
@@ -240,7 +245,10 @@ def test_what_a_layer_keeps_is_estimated_within_a_tenth(name: str) -> None:
     assert estimate == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.2-1B"])
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen/Qwen2.5-0.5B", pytest.param("meta-llama/Llama-3.2-1B", marks=pytest.mark.long)],
+)
 def test_what_the_torch_trainer_keeps_of_a_layer_is_estimated_within_a_tenth(name: str) -> None:
     three, two = (
         kept_by_the_trainer(shortened(name, layers), recompute=False) for layers in (3, 2)

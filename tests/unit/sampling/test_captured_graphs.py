@@ -85,7 +85,10 @@ def check_equal(results: list[SamplingResult], expected: list[SamplingResult]) -
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [each if each == "llama" else pytest.param(each, marks=pytest.mark.long) for each in MODELS],
+)
 def test_captured_steps_sample_the_same_tokens_as_eager_steps(name: str, tmp_path: Path) -> None:
     operations = Operations()
 

@@ -66,6 +66,7 @@ def bucket() -> Iterator[Bucket]:
         yield made
 
 
+@pytest.mark.long
 def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
     hub: ModelHub, tmp_path: Path
 ) -> None:
@@ -82,7 +83,10 @@ def test_a_hub_model_is_downloaded_without_files_that_are_never_loaded(
     AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-@pytest.mark.parametrize(("suffix", "asked"), [("", "main"), ("@0a1b2c", "0a1b2c")])
+@pytest.mark.parametrize(
+    ("suffix", "asked"),
+    [pytest.param("", "main", marks=pytest.mark.long), ("@0a1b2c", "0a1b2c")],
+)
 def test_a_hub_model_is_downloaded_at_its_revision(
     hub: ModelHub, tmp_path: Path, suffix: str, asked: str
 ) -> None:
@@ -92,6 +96,7 @@ def test_a_hub_model_is_downloaded_at_its_revision(
     assert hub.revisions[0] == asked
 
 
+@pytest.mark.long
 def test_an_existing_model_is_not_downloaded_again(hub: ModelHub, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     fetched(SOURCE, folder, **hub.environment)
@@ -114,6 +119,7 @@ def test_a_gated_hub_model_is_rejected_by_name(hub: ModelHub, tmp_path: Path) ->
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_stored_model_is_downloaded_without_files_that_are_never_loaded(
     bucket: Bucket, tmp_path: Path
 ) -> None:
@@ -220,6 +226,7 @@ def test_wrong_weights_are_rejected_and_downloaded_again_once_corrected(
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.long
 def test_wrong_tensor_names_are_rejected(bucket: Bucket, tmp_path: Path) -> None:
     kept = save(tiny_llama(), tmp_path / "kept")
     wrong_folders.prefixed("_orig_mod.")(kept)

@@ -36,6 +36,7 @@ def a_config(**parts: Any) -> HeadConfig:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_exports_of_a_trainer_allocate_no_device_memory() -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         taken = process.submit(taken_by_what_leaves).result()

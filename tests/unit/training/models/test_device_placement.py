@@ -12,6 +12,7 @@ from tinkercloud_testing.training.devices import trained_and_sampled
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_another_device_computes_what_the_cpu_computes(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         elsewhere = process.submit(trained_and_sampled, "elsewhere", tmp_path / "there").result()
