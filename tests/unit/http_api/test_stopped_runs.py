@@ -14,7 +14,7 @@ from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest, encode_manifest
 from tinkercloud_protocol.heads.object_store import open_store
-from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import CurvePoint, CurveReport
 from tinkercloud_protocol.wire.paths import CheckpointPath
 from tinkercloud_testing.serving.providers import OneHead
 from tinkercloud_testing.serving.served_heads import served

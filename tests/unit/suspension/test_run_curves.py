@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityConfig
-from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import CurveReport
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_protocol.wire import routes
 from tinkercloud_testing.serving.bare_heads import ADAM, MODEL, Head, a_head, train, until

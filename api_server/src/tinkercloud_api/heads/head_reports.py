@@ -7,7 +7,7 @@ from tinkercloud_api.catalog.runs.sample_texts import SampleTexts
 from tinkercloud_api.catalog.usage.usage_ledger import UsageLedger
 from tinkercloud_api.providers.base import HeadReport
 from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
-from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import CurveReport
 
 
 @dataclass(frozen=True, slots=True)

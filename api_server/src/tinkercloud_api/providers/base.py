@@ -10,7 +10,7 @@ from tinkercloud_api.providers.session_options import NO_OPTIONS, SessionOptions
 from tinkercloud_crds.quota_fields import Tenant
 from tinkercloud_protocol.heads.launch import ModelSpec
 from tinkercloud_protocol.heads.reports.kept_samples import SampleReport
-from tinkercloud_protocol.heads.reports.run_curves import CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageReport
 from tinkercloud_protocol.responses.listings import GpuUse, PoolUse
 from tinkercloud_protocol.wire.errors import WireError

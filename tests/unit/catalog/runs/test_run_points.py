@@ -11,7 +11,7 @@ from tinkercloud_api.catalog.runs.run_points import RunPoints
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.tables import Session, TrainingRun, now
 from tinkercloud_api.catalog.store import Catalog
-from tinkercloud_protocol.heads.reports.run_curves import MAX_POINTS, Curve, CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import MAX_POINTS, Curve, CurveReport
 from tinkercloud_protocol.wire.errors import InvalidRequest
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)

@@ -17,7 +17,7 @@ from tinkercloud_api.catalog.schema.connection import open_database
 from tinkercloud_api.catalog.schema.tables import Program, Session, TrainingRun
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
-from tinkercloud_protocol.heads.reports.run_curves import Curve, CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import Curve, CurveReport
 from tinkercloud_protocol.programs.program_messages import ProgramPhase
 from tinkercloud_testing.clients.console_browser import SCRIPT
 from tinkercloud_testing.serving.providers import OneHead

@@ -9,7 +9,7 @@ from functools import partial
 
 from pydantic import BaseModel, ConfigDict
 
-from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint
+from tinkercloud_protocol.heads.reports.thinned_curves import Curve, CurvePoint
 from tinkercloud_protocol.requests.hyperparameters import AdamParams
 from tinkercloud_worker.engine.batch import Batch
 from tinkercloud_worker.metrics import MAX_RUNS, RUN_LOSS

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import LoggedValue, TrainingRun
-from tinkercloud_protocol.heads.reports.run_curves import MAX_POINTS
+from tinkercloud_protocol.heads.reports.thinned_curves import MAX_POINTS
 from tinkercloud_protocol.responses.run_states import LoggedPoint
 from tinkercloud_protocol.wire.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tinkercloud_api.catalog.schema.statements import Statements
 from tinkercloud_api.catalog.schema.tables import LoggedValue, RunPoint, SampleText, TrainingRun
-from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import Curve, CurvePoint, CurveReport
 
 _VALUES = ("steps", "step", "at", "metrics")
 _COLUMNS = {name: getattr(RunPoint, name) for name in ("number", *_VALUES)}

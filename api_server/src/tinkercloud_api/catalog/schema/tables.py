@@ -426,7 +426,7 @@ class UsageHour(Table):
 
 
 class RunPoint(Table):
-    """Some successive optimizer steps of a run, as `run_curves.CurvePoint`."""
+    """Some successive optimizer steps of a run, as `thinned_curves.CurvePoint`."""
 
     __tablename__ = "run_points"
 

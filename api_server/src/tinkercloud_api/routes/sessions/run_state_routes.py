@@ -23,7 +23,7 @@ from tinkercloud_api.routes.requests.call import wait_for_head
 from tinkercloud_api.web.statuses import statuses
 from tinkercloud_protocol.heads.checkpoint_manifest import CheckpointManifest
 from tinkercloud_protocol.heads.launch import HeldModel, ModelSpec
-from tinkercloud_protocol.heads.reports.run_curves import CurvePoint, MetricValues
+from tinkercloud_protocol.heads.reports.thinned_curves import CurvePoint, MetricValues
 from tinkercloud_protocol.requests.training_requests import TrainingName
 from tinkercloud_protocol.responses.run_states import (
     CurveMetric,

@@ -13,7 +13,7 @@ import structlog
 
 from tinkercloud_protocol.heads.durability_settings import DurabilityReport
 from tinkercloud_protocol.heads.reports.kept_samples import KeptSample, SampleReport
-from tinkercloud_protocol.heads.reports.run_curves import Curve, CurvePoint, CurveReport
+from tinkercloud_protocol.heads.reports.thinned_curves import Curve, CurvePoint, CurveReport
 from tinkercloud_protocol.heads.reports.usage_reports import UsageEntry, UsageReport
 from tinkercloud_worker.engine.sampling.growing_text import Decode
 from tinkercloud_worker.engine.sampling.kept_samples import TokenSample

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinkercloud_protocol.heads.reports.run_curves import (
+from tinkercloud_protocol.heads.reports.thinned_curves import (
     MAX_POINTS,
     Curve,
     CurvePoint,
