@@ -12,6 +12,7 @@ from tinkercloud_testing.small_models.models import save, tiny_qwen3
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
+@pytest.mark.long
 def test_merged_matrices_are_split_on_the_cpu(tmp_path: Path) -> None:
     folder = str(save(tiny_qwen3(), tmp_path))
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

@@ -16,6 +16,7 @@ from tinkercloud_planning.activations import SEPARATE, layer_values
 from tinkercloud_planning.families import read
 from tinkercloud_planning.layouts import Layout
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
+from tinkercloud_testing.ranks.ranks import often
 from tinkercloud_testing.small_models.data import a_request, random_data
 from tinkercloud_testing.training.trainers import base_of, held_models
 from tinkercloud_worker.engine.batch import prepare
@@ -99,7 +100,7 @@ def kept(trainer: MegatronTrainer, tokens: int) -> int:
     return sum(each.nbytes() for place, each in storages.items() if place not in known)
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", often(SHAPES, ["Mixtral"]))
 def test_what_the_megatron_trainer_keeps_of_a_layer_is_estimated_within_a_tenth(
     alone: timedelta, name: str
 ) -> None:
