@@ -89,6 +89,7 @@ def end_session(server: Server, training: tinker.TrainingClient) -> None:
     assert server.request("DELETE", f"/api/v1/sessions/{session}").status == 200
 
 
+@pytest.mark.long
 def test_a_single_step_is_saved_after_some_time_and_deleting_a_run_deletes_its_autosaves(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_a_lost_run_is_reported_and_logged_even_if_no_other_head_can_start(
         assert words.with_name("head.log.1").read_text() == before
 
 
+@pytest.mark.long
 def test_a_head_killed_during_startup_is_started_a_second_time(
     tmp_path: Path, model_folder: Path
 ) -> None:

@@ -150,6 +150,7 @@ def has_ended(pid: int) -> bool:
     return not command.exists() or not command.read_bytes()
 
 
+@pytest.mark.long
 def test_a_head_exits_if_its_server_never_returns(model_folder: Path, tmp_path: Path) -> None:
     settings = {"TINKERCLOUD_ORPHAN_GRACE_SECONDS": "1"}
     with a_server(tmp_path / "state", {MODEL: model_folder}, settings) as server:
@@ -206,6 +207,7 @@ def test_a_restart_keeps_keys_runs_checkpoints_and_trained_weights(server: Serve
     assert step(resumed) == step(training)
 
 
+@pytest.mark.long
 def test_a_model_that_cannot_be_loaded_fails_with_the_reason(
     model_folder: Path, tmp_path: Path
 ) -> None:

@@ -184,6 +184,7 @@ def test_a_source_that_can_be_no_folder_is_refused_by_the_api_and_the_command(
     assert refused.detail in command.stderr
 
 
+@pytest.mark.long
 def test_a_model_is_downloaded_for_a_running_server(empty: Server, hub: ModelHub) -> None:
     hub.may_send.clear()
     accepted = empty.post("base_models", {"name": ON_HUB}).json()

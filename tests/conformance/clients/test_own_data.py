@@ -138,6 +138,7 @@ def test_a_program_that_cannot_read_its_data_leaves_no_run(server: Server, folde
     assert {each["run_id"] for each in after} == {each["run_id"] for each in before}
 
 
+@pytest.mark.long
 def test_groups_with_equal_rewards_are_not_trained(server: Server, folder: Path) -> None:
     problems = [{"prompt": "a", "answer": "e"}, {"prompt": "b", "answer": "never said"}]
     (folder / "problems.jsonl").write_text("\n".join(map(json.dumps, problems)))

@@ -190,6 +190,7 @@ def test_another_persons_checkpoint_can_be_neither_seen_nor_changed(
         assert "belongs to another owner" in refused.stderr
 
 
+@pytest.mark.long
 def test_usage_and_storage_are_billed(known: Person, run_id: str) -> None:
     hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = [f"{hour + timedelta(hours=n):%Y-%m-%dT%H:00:00Z}" for n in (-1, 2)]

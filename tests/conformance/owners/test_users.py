@@ -79,6 +79,7 @@ def test_a_limit_that_was_set_in_advance_holds_for_keys_that_are_made_later(
     ]
 
 
+@pytest.mark.long
 def test_what_a_disabled_owner_has_made_stays(server: Server) -> None:
     key = a_key(server, "on-leave")["key"]
     with server.client(key) as client:

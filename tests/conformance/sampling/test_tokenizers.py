@@ -48,6 +48,7 @@ def run(
     )
 
 
+@pytest.mark.long
 def test_the_sdk_loads_a_tokenizer_locally_without_a_hub(server: Server, tmp_path: Path) -> None:
     result = run(ENCODE_WITH_THE_SDK, server, tmp_path, endpoint="http://127.0.0.1:9")
 

@@ -70,6 +70,7 @@ def test_training_continues_unchanged_through_a_restart(
     assert own_server.rest().list_checkpoints(training.model_id).result().checkpoints == []
 
 
+@pytest.mark.long
 def test_a_pending_gradient_survives_a_restart(own_server: Server) -> None:
     def two_parts(training: tinker.TrainingClient, between: Callable[[], None]) -> float:
         step(training)
