@@ -74,8 +74,7 @@ test-fast: .venv/.installed ## run the house rules and the unit tests of what ha
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
-	@$(BIN)/pytest $(TRAINER_TESTS) -k "not large_response" --trainer megatron-tp2
-	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer torch-2 --trainer torch-sharded
+	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer megatron-tp2 --trainer torch-sharded
 	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-sharded
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
