@@ -71,9 +71,9 @@ test: test-tools ## run all tests that need neither a cluster nor several ranks
 test-fast: .venv/.installed ## run the house rules and the unit tests of what has changed since BASE (main)
 	@$(BIN)/python tools/changed_tests.py $(BASE) | xargs $(PYTEST) --durations=10 tests/house
 
-test-engines: .venv/.installed ## run the tests of trainers with several ranks and of inference servers (downloads vLLM once)
+test-engines: .venv/.installed ## run the tests of trainers with several ranks and of SGLang
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
-	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk tests/engines/test_external_inference.py
+	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk
 	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer megatron-tp2 --trainer torch-sharded
 	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-sharded
 
@@ -102,7 +102,7 @@ test-outages: test-tools ## fail disks for a minute and the checkpoint store for
 	  tests/chaos/test_outages.py
 
 test-long: export TINKERCLOUD_TEST_LONG = 1
-test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; needs Linux and root)
+test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; needs Linux and root; downloads vLLM once)
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2

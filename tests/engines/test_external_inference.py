@@ -42,7 +42,7 @@ from tinkercloud_worker.inference.client import ServerError
 from tinkercloud_worker.inference.sampler import InferenceSampler
 from tinkercloud_worker.inference.weight_host import HeadWeightHost
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 MODEL = "tiny/llama"
 NEVER = StopRules(frozenset(), ())

@@ -176,6 +176,7 @@ def run(step: Step, arguments: Arguments, device: str) -> Meter:
     return meter
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_no_operation_takes_more_than_is_counted(operation: str) -> None:
     step, names, suitable = a_step(operation), Names(), 0
