@@ -74,8 +74,7 @@ test-fast: .venv/.installed ## run the house rules and the unit tests of what ha
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of SGLang
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk
-	@$(BIN)/pytest $(SHARDED_TESTS) -k "not large_response" --trainer megatron-tp2 --trainer torch-sharded
-	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-sharded
+	@$(BIN)/pytest tests/conformance/training/test_training_with_the_sdk.py -k "not large_response" --trainer megatron-tp2
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search
@@ -106,8 +105,8 @@ test-long: test-tools cluster-images ## run the long tests that the others leave
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2
-	@$(BIN)/pytest $(SHARDED_TESTS) -k large_response --trainer torch-sharded
-	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2
+	@$(BIN)/pytest $(SHARDED_TESTS) --trainer torch-sharded
+	@$(BIN)/pytest tests/conformance/training/test_images.py -k "training and not restart" --trainer torch-2 --trainer torch-sharded
 
 test-cluster-kills: cluster-images ## lose heads 30 times with their container, pod or node, on a real Kubernetes (by hand; half an hour)
 	@TINKERCLOUD_TEST_KILLS=30 $(BIN)/pytest -rP $(KILL_TESTS:%=tests/cluster/%)

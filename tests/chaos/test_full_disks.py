@@ -39,6 +39,7 @@ def finding(server: Server) -> tuple[str, str]:
     return found["result"], found["detail"]
 
 
+@pytest.mark.long
 def test_training_continues_on_a_full_disk_and_is_durable_again_once_there_is_room(
     model_folder: Path, tmp_path: Path
 ) -> None:

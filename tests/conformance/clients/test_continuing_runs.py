@@ -224,6 +224,7 @@ def test_a_run_of_a_closed_laptop_is_suspended_and_continues_to_the_bit_without_
         assert client.step(first=6) is None
 
 
+@pytest.mark.long
 def test_a_run_on_disk_after_a_crash_of_the_server_continues_to_the_bit(
     model_folder: Path, tmp_path: Path, expected: list[float]
 ) -> None:

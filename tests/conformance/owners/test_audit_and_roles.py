@@ -74,6 +74,7 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
     )
 
 
+@pytest.mark.long
 def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server) -> None:
     made = a_key(own_server, "lead", "--role", "user", "--expires", "30d")
     own_server.command("keys", "rotate", str(made["id"]))

@@ -68,6 +68,7 @@ def metrics(log_path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (log_path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_supervised_training_on_a_local_file_lowers_the_loss_and_saves(
     server: Server, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -101,6 +101,7 @@ def saved_step(program: Any) -> int:
     return int(state.get("step", 0))
 
 
+@pytest.mark.long
 def test_rlve_trains_a_model_that_its_client_samples_meanwhile(own_server: Server) -> None:
     program = create_model(own_server)
 

@@ -200,6 +200,7 @@ def test_samples_in_progress_complete_after_a_restart(model_folder: Path, tmp_pa
         assert [len(result.sequences) for result in sampled] == [8] * 8
 
 
+@pytest.mark.long
 def test_a_run_killed_after_resuming_continues_from_its_latest_step(own_server: Server) -> None:
     undisturbed, training = a_training_client(own_server), a_training_client(own_server)
     expected = [step(undisturbed) for _ in range(4)]

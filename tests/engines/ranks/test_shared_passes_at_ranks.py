@@ -56,7 +56,7 @@ again in the backward pass."""
 SHARDED = [kind for kind in KINDS if kind != "replicas"]
 
 
-@pytest.fixture(scope="module", params=often(KINDS, ("replicas", "sharded")))
+@pytest.fixture(scope="module", params=often(KINDS, ("replicas",)))
 def kind(request: pytest.FixtureRequest) -> str:
     chosen: str = request.param
     return chosen
