@@ -50,6 +50,7 @@ def test_a_replaced_head_never_receives_requests_for_its_predecessor(
     assert saved in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_session_suspended_because_idle_is_resumed_by_the_next_request(
     world: World, server: Server
 ) -> None:

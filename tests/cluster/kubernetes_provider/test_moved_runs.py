@@ -114,6 +114,7 @@ def test_a_run_that_is_moved_in_a_pipelined_loop_has_the_same_curve_to_the_bit(
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long
 def test_a_run_that_returns_because_its_target_was_lost_has_the_same_curve_to_the_bit(
     pool: Pool, world: World, server: Server
 ) -> None:
@@ -186,6 +187,7 @@ def test_the_runs_of_a_drained_cluster_are_moved_and_it_is_deleted_while_they_tr
         assert losses == pipelined(undisturbed, range(len(losses)))
 
 
+@pytest.mark.long
 def test_twenty_runs_of_a_killed_cluster_resume_elsewhere_from_their_last_checkpoints(
     pool: Pool, world: World, server: Server
 ) -> None:

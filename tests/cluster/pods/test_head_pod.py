@@ -405,6 +405,7 @@ def test_a_head_pod_deleted_during_startup_terminates_promptly(
         cluster.wait_for(f"pod/{name}", "delete", namespace, grace // 2)
 
 
+@pytest.mark.long
 def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_head(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:
@@ -451,6 +452,7 @@ def test_trainer_and_engine_pods_share_no_volume_and_whole_models_bypass_the_hea
         assert session.whole_models("head") == []
 
 
+@pytest.mark.long
 def test_an_external_server_reads_adapters_from_a_shared_volume(
     cluster: Cluster, kuberay: KubeRay, real_node: RealNode, volumes: Path, image: str
 ) -> None:

@@ -98,6 +98,7 @@ def test_anthropics_client_reads_a_call_with_special_tags_whole_and_streamed(
         assert (call.name, call.input) == ("lookup", {"order_id": 12345678901234567890123})
 
 
+@pytest.mark.long
 def test_openais_client_reads_channels_as_reasoning_and_calls(
     channel_server: Server,
 ) -> None:

@@ -129,6 +129,7 @@ def taught(chat_server: Server) -> Iterator[str]:
         yield teach(training, [*examples, (second.prompts()[1], ANSWER)])
 
 
+@pytest.mark.long
 def test_the_openai_package_reads_a_sampled_call_whole_and_streamed(
     openai_client: openai.OpenAI, taught: str
 ) -> None:

@@ -71,6 +71,7 @@ def program(own_server: Server, run: str) -> str:
     return f"/console/{path}"
 
 
+@pytest.mark.long
 def test_a_program_shows_its_progress_and_the_end_of_its_output(
     browser: Browser, program: str, run: str
 ) -> None:

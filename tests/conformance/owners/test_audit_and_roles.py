@@ -125,6 +125,7 @@ def exported(server: Server, *options: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in server.command(*call).splitlines()]
 
 
+@pytest.mark.long
 def test_acts_of_the_server_and_changes_of_rights_name_their_objects(
     own_server: Server, tmp_path: Path
 ) -> None:

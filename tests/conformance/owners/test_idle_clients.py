@@ -68,6 +68,7 @@ def losses_without_a_pause(server: Server, steps: int) -> list[float]:
     return [step(training) for _ in range(steps)]
 
 
+@pytest.mark.long
 def test_a_returning_client_trains_as_if_it_had_never_been_idle(
     own_server: Server,
 ) -> None:

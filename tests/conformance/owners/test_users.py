@@ -56,6 +56,7 @@ def test_all_owners_are_listed_with_their_valid_keys_projects_and_last_use(serve
     assert [row["ends"] != "" for row in shown[:2]] == [False, True]
 
 
+@pytest.mark.long
 def test_a_limit_that_was_set_in_advance_holds_for_keys_that_are_made_later(
     server: Server,
 ) -> None:

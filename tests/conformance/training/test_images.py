@@ -120,7 +120,7 @@ def test_training_on_images_lowers_the_loss_and_continues_from_a_checkpoint(
     assert train(resumed, 1) == train(training, 1)
 
 
-@pytest.mark.parametrize("end", ["kill", "restart"])
+@pytest.mark.parametrize("end", ["kill", pytest.param("restart", marks=pytest.mark.long)])
 def test_training_on_images_continues_after_the_end_of_its_head(
     server: Server, client: tinker.ServiceClient, training: tinker.TrainingClient, end: str
 ) -> None:
