@@ -92,7 +92,7 @@ def test_over_the_tokens_of_a_minute_requests_wait_in_order_and_others_do_not(
     training = slow.create_lora_training_client(MODEL, rank=4).result()
     text = a_text(list(range(5, 106)), weights=[1.0] * 100)
 
-    first = training.forward_backward([text] * 62, "cross_entropy")
+    first = training.forward_backward([text] * 66, "cross_entropy")
     second = training.forward_backward([text], "cross_entropy")
     stepping = training.optim_step(ADAM)
     first.result()

@@ -94,7 +94,6 @@ def a_batch(tokens: Sequence[int]) -> dict[str, Any]:
     return {"data": [datum], "loss_fn": "cross_entropy"}
 
 
-@pytest.mark.long
 def test_tokens_of_two_owners_are_counted_by_model_and_by_kind(
     own_server: Server, ann: str, bob: str
 ) -> None:
