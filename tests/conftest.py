@@ -62,3 +62,12 @@ def pytest_collection_finish() -> None:
     """Enable garbage collection for objects of tests, but not for imported modules."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def warm_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Start servers and heads in forks of a process that has imported their modules."""
+    from tinkercloud_testing.serving import servers  # noqa: PLC0415 - not for unit tests
+
+    with servers.warm_servers(tmp_path_factory.mktemp("warm")):
+        yield

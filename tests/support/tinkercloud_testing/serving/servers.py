@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tinker
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +23,11 @@ from tinkercloud_protocol.wire.routes import HEAD_METRICS
 from tinkercloud_testing.clients.sdk_clients import SdkClients
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
+from tinkercloud_testing.serving import warm_processes
+from tinkercloud_testing.serving.warm_processes import WarmProcess
+from tinkercloud_testing.serving.warm_python import warm_python
 
+PROGRAM = "tinkercloud_api"
 API_KEY = "tml-the-first-owner-of-this-server"
 
 TRAINERS: Mapping[str, Mapping[str, str]] = {
@@ -67,12 +71,16 @@ class Answer:
 class Server:
     """A server. `start` and `stop` may be repeated; the state folder and the port remain."""
 
+    warm_python: ClassVar[Path | None] = None
+    """Socket of the warm Python in which servers, their commands and heads start; None if each has
+    an interpreter of its own."""
+
     models: Mapping[str, Path]
     state_dir: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     metrics_port: int = field(default_factory=free_port)
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | WarmProcess | None = None
     clients: SdkClients = field(default_factory=SdkClients)
 
     @property
@@ -90,15 +98,20 @@ class Server:
         self.state_dir.mkdir(parents=True, exist_ok=True)
         arguments = [f"--model={name}={path}" for name, path in self.models.items()]
         with (self.state_dir / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tinkercloud_api", "serve", *arguments],
-                stdout=log,
-                stderr=log,
-                env=self.environment(),
-            )
-        process = self.process
+            self.process = process = self._launched(["serve", *arguments], log.fileno())
         wait_until(lambda: self.is_healthy() or process.poll() is not None, "the server")
         assert process.poll() is None, self.log
+
+    def _launched(self, arguments: list[str], log: int) -> subprocess.Popen[bytes] | WarmProcess:
+        if self.warm_python is not None:
+            files = {1: log, 2: log}
+            return WarmProcess(self.warm_python, PROGRAM, arguments, self.environment(), files)
+        return subprocess.Popen(
+            [sys.executable, "-m", PROGRAM, *arguments],
+            stdout=log,
+            stderr=log,
+            env=self.environment(),
+        )
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands."""
@@ -116,13 +129,16 @@ class Server:
 
     def command(self, *arguments: str) -> str:
         """Run the `tinkercloud` command in its environment and return the output."""
-        result = subprocess.run(
-            [sys.executable, "-m", "tinkercloud_api", *arguments],
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        if self.warm_python is not None:
+            result = warm_processes.run(self.warm_python, PROGRAM, arguments, self.environment())
+        else:
+            result = subprocess.run(
+                [sys.executable, "-m", PROGRAM, *arguments],
+                env=self.environment(),
+                capture_output=True,
+                text=True,
+                check=False,
+            )
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -276,3 +292,18 @@ def a_server(
         server.clients.close()
         server.stop()
         server.kill_heads()
+
+
+@contextlib.contextmanager
+def warm_servers(folder: Path) -> Iterator[None]:
+    """Start the servers of a block, their commands and their heads in forks of a warm Python.
+
+    Args:
+        folder: The folder of its log and its socket.
+    """
+    with warm_python(folder, warm_processes.MODULES, warm_processes.SETTINGS) as path:
+        Server.warm_python = path
+        try:
+            yield
+        finally:
+            Server.warm_python = None

@@ -9,9 +9,18 @@ import socket
 import sys
 from pathlib import Path
 
-request = {"arguments": sys.argv[2:], "environment": dict(os.environ), "folder": str(Path.cwd())}
+FILES = [0, 1, 2]
+
+request = {
+    "script": sys.argv[2],
+    "arguments": sys.argv[3:],
+    "environment": dict(os.environ),
+    "folder": str(Path.cwd()),
+    "files": FILES,
+    "is_leader": True,  # Ray kills the process groups of its workers.
+}
 with socket.socket(socket.AF_UNIX) as asking:
     asking.connect(sys.argv[1])
     content = json.dumps(request).encode()
-    sent = socket.send_fds(asking, [content], [0, 1, 2])
-    asking.sendall(content[sent:])
+    socket.send_fds(asking, [b"%016d" % len(content)], FILES)
+    asking.sendall(content)
