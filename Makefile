@@ -74,7 +74,7 @@ test-fast: .venv/.installed ## run the house rules and the unit tests of what ha
 test-engines: .venv/.installed ## run the tests of trainers with several ranks and of SGLang
 	@$(PYTEST) tests/engines/megatron tests/engines/sglang
 	@$(BIN)/pytest tests/engines/ranks tests/engines/sdk
-	@$(BIN)/pytest tests/conformance/training/test_training_with_the_sdk.py -k "not large_response" --trainer megatron-tp2
+	@$(BIN)/pytest tests/conformance/training/test_training_with_the_sdk.py --trainer megatron-tp2
 
 test-properties: .venv/.installed ## search for counterexamples to the properties of units with new random examples (by hand; half an hour)
 	@$(PYTEST) tests/unit -m hypothesis --hypothesis-profile=search

@@ -134,6 +134,7 @@ def test_a_wrong_key_is_not_stored(server: Server, tmp_path: Path) -> None:
     assert not (tmp_path / ".tinker" / "credentials.json").exists()
 
 
+@pytest.mark.long
 def test_a_person_logs_in_looks_around_and_logs_out(person: Person, run_id: str) -> None:
     shown = person.log_in()
 

@@ -171,6 +171,7 @@ def test_a_pipelined_step_uses_the_weights_of_the_previous_one(
     assert all(norm_of(future.result()) > 0 for future in applied)
 
 
+@pytest.mark.long
 def test_requests_after_a_large_response_are_not_delayed(
     server: Server, client: tinker.ServiceClient
 ) -> None:

@@ -290,6 +290,7 @@ async def test_a_model_that_does_not_fit_on_ranks_goes_to_the_head(
     tight.close()
 
 
+@pytest.mark.long
 async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -308,6 +309,7 @@ async def test_lost_ranks_lose_their_published_models_and_new_ranks_publish_agai
         await assert_sampled(engine.ours, engine.sampler, "flat")
 
 
+@pytest.mark.long
 async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
     ranks: Ranks, tmp_path: Path
 ) -> None:

@@ -290,7 +290,7 @@ def test_a_replica_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTr
         assert_equal(gradient_of(ranked, name), gradient_of(ranked, alone(name)), atol=0)
 
 
-@pytest.mark.parametrize("kind", SHARDED, indirect=True, scope="module")
+@pytest.mark.parametrize("kind", often(SHARDED, ["sharded"]), indirect=True, scope="module")
 @pytest.mark.parametrize("error", [MemoryError, InvalidRequest])
 def test_a_rank_that_fails_while_others_need_it_loses_the_group_at_once(
     ranked: RankedTrainer, error: type[Exception]

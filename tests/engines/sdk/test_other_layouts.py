@@ -44,6 +44,7 @@ def tensors_of(server: Server, path: str) -> Mapping[str, Tensor]:
     return {f"{file.name} {k}": v for file in files for k, v in load_file(file).items()}
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_sharded_ranks_resumes_on_other_trainers(
     server: Server,
 ) -> None:

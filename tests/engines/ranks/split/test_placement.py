@@ -45,6 +45,7 @@ def test_ray_gets_the_placement_strategy(cluster: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_on_two_nodes_ranks_are_packed_onto_one_or_spread_and_neighbours_share_a_node() -> None:
     shapes = [
         GroupShape(ranks=CORES_OF_A_NODE, strategy="PACK"),
