@@ -13,7 +13,7 @@ import ray
 import tinkercloud_testing
 from tinkercloud_testing.ranks.ranks import Successive, TrainerOf
 from tinkercloud_testing.serving.warm_python import warm_ranks
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, connect
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, connect
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.training.adam import AdamTrainer
 

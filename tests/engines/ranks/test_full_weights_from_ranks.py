@@ -36,7 +36,7 @@ from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import in_dtype, save, tiny_llama
 from tinkercloud_testing.training.engines import Engine, an_engine
 from tinkercloud_testing.training.trainers import run
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.actors.weight_store import WeightStoreConfig

@@ -18,7 +18,7 @@ from tinkercloud_testing.training.trainers import (
     moments_of,
     run,
 )
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import GradientLost, OptimizerStep, TrainingPass

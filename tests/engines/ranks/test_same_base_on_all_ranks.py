@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, TrainerOf
 from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_testing.small_models.wrong_folders import UP, value
-from tinkercloud_worker.actors.group import RanksUnavailable
+from tinkercloud_worker.actors.rank_group import RanksUnavailable
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.model.fingerprint import fingerprint_of
 from tinkercloud_worker.torch_trainer.data_parallel import DataParallelTrainer

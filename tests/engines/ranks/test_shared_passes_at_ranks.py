@@ -26,7 +26,7 @@ from tinkercloud_testing.small_models.data import a_request, counting_every_toke
 from tinkercloud_testing.small_models.models import save, tiny_llama, tiny_qwen3_moe
 from tinkercloud_testing.training.trainers import assert_close, assert_equal, gradient_of, together
 from tinkercloud_testing.training.uploaded_losses import processes, uploaded
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import torch_rank
 from tinkercloud_worker.custom_losses.uploaded import UploadedLoss

@@ -87,7 +87,7 @@ def build_trainer(
             ),
         )
     # Importing Ray takes seconds and a hundred megabytes: not for single-process heads.
-    from tinkercloud_worker.actors.group import (  # noqa: PLC0415
+    from tinkercloud_worker.actors.rank_group import (  # noqa: PLC0415
         GroupShape,
         GroupTimings,
         RankGroup,

@@ -23,7 +23,7 @@ from tinkercloud_testing.small_models.models import (
     tiny_qwen3_moe,
 )
 from tinkercloud_testing.training.trainers import assert_close, gradient_of
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.batch import prepare
 from tinkercloud_worker.engine.trainer import LossOutput, TrainingPass

@@ -20,7 +20,7 @@ from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, TrainerOf, Trainers, o
 from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import save, tiny_deepseek_v3, tiny_qwen3_moe
 from tinkercloud_testing.training.trainers import assert_close, gradient_of, moments_of, run
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.model.base_model import TorchBaseModel
 from tinkercloud_worker.torch_trainer.trainer import TorchTrainer

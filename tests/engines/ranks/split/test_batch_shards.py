@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinkercloud_worker.actors.batch_shards import assign_examples, merge_outputs
-from tinkercloud_worker.actors.group import grouped_by_node
+from tinkercloud_worker.actors.rank_group import grouped_by_node
 from tinkercloud_worker.engine.trainer import LossOutput
 
 lengths = st.lists(st.integers(1, 100), max_size=60)

@@ -24,7 +24,7 @@ from tinkercloud_testing.training.trainers import (
     moments_of,
     run,
 )
-from tinkercloud_worker.actors.group import (
+from tinkercloud_worker.actors.rank_group import (
     GroupShape,
     GroupTimings,
     RankGroup,

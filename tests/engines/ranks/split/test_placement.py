@@ -11,7 +11,7 @@ from ray.util import placement_group_table
 from tinkercloud_protocol.heads.launch import BaseModelSource, HeadConfig, TrainerConfig
 from tinkercloud_testing.ranks.recorder import Recorder
 from tinkercloud_testing.ranks.two_nodes import CORES_OF_A_NODE, sums_and_nodes
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.build_trainer import build_trainer, strategy
 
 

@@ -10,14 +10,14 @@ from ray.util import placement_group_table
 
 from tinkercloud_protocol.wire.errors import InvalidRequest
 from tinkercloud_testing.ranks.recorder import Recorder, cannot_load, never_ready
-from tinkercloud_worker.actors.group import (
+from tinkercloud_worker.actors.rank import Rank
+from tinkercloud_worker.actors.rank_group import (
     GroupShape,
     GroupTimings,
     RankGroup,
     RanksLost,
     RanksUnavailable,
 )
-from tinkercloud_worker.actors.rank import Rank
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
@@ -122,7 +122,7 @@ def test_an_error_on_one_rank_frees_those_that_wait_for_it(group: RankGroup) -> 
 def test_a_surviving_rank_reports_its_models_before_it_is_killed_even_if_it_hangs(
     group: RankGroup, killed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinkercloud_worker.actors.rank_failures._ROOT_CAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("tinkercloud_worker.actors.failure_causes._ROOT_CAUSE_SECONDS", 3600.0)
     ranks = processes(group)
     group.call("add", 7)
 

@@ -34,7 +34,7 @@ from tinkercloud_testing.training.trainers import (
     moments_of,
     run,
 )
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksUnavailable
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, RanksUnavailable
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.build_trainer import build_trainer, torch_rank
 from tinkercloud_worker.engine.batch import prepare

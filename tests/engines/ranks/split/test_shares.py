@@ -18,7 +18,7 @@ from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, MeasuredTrainer, Train
 from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import save, tiny_qwen3
 from tinkercloud_testing.training.trainers import assert_equal, run
-from tinkercloud_worker.actors.group import GroupShape, RankGroup, RanksLost
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup, RanksLost
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.checkpoints import formats

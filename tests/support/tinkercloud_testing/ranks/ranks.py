@@ -25,7 +25,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from tinkercloud_testing.small_models.families import READS_IMAGES
 from tinkercloud_testing.small_models.models import tiny_llama
-from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.rank_group import RankGroup
 from tinkercloud_worker.actors.ranked_trainer import RankedTrainer
 from tinkercloud_worker.engine.trainer import Gradient, TrainingState
 from tinkercloud_worker.model.architecture import backbone_and_lm_head, blank_model_with_towers

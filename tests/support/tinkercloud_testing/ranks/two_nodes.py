@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 import tinkercloud_testing
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.ranks.recorder import Recorder
-from tinkercloud_worker.actors.group import GroupShape, RankGroup
+from tinkercloud_worker.actors.rank_group import GroupShape, RankGroup
 
 CORES_OF_A_NODE = 2
 _STORE_BYTES = 100 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.rank_group import RankGroup
 from tinkercloud_worker.actors.rank_memory import RankMemory
 from tinkercloud_worker.engine.memory_report import KEPT_FREE_BYTES, MemoryReport, ModelBytes
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.requests.hyperparameters import LoraConfig
 from tinkercloud_protocol.wire.errors import Overloaded
-from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.rank_group import RankGroup
 from tinkercloud_worker.engine.memory_report import (
     BYTES_PER_PARAMETER,
     MemoryReport,

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tinkercloud_protocol.heads.checkpoint_manifest import FULL_WEIGHTS
 from tinkercloud_protocol.wire.errors import InvalidRequest, NotFound, Unavailable, WireError
-from tinkercloud_worker.actors.group import RankGroup
+from tinkercloud_worker.actors.rank_group import RankGroup
 from tinkercloud_worker.actors.shares import Shares
 from tinkercloud_worker.actors.weight_store import (
     PART_BYTES,

@@ -22,7 +22,7 @@ from typing import TypeVar, cast
 from tinkercloud_protocol.heads.capacity import HeadCapacity
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import Unavailable, WireError
-from tinkercloud_worker.actors.group import RankGroup, RanksLost
+from tinkercloud_worker.actors.rank_group import RankGroup, RanksLost
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.actors.replaceable_group import ReplaceableGroup
 from tinkercloud_worker.actors.shared_passes import (

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from tinkercloud_protocol.wire.errors import StateLost
-from tinkercloud_worker.actors.group import RankGroup, RanksLost, RanksUnavailable
+from tinkercloud_worker.actors.rank_group import RankGroup, RanksLost, RanksUnavailable
 from tinkercloud_worker.actors.rank_memory import RankMemory
 from tinkercloud_worker.actors.rank_weight_host import RankWeightHost
 from tinkercloud_worker.engine.ranks import Membership

@@ -18,8 +18,8 @@ from tinkercloud_protocol.wire.exact_json import DECODER, has_half
 from tinkercloud_worker.chat.answer_parts import Part, Thought, ToolCall, suffix_length
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import HEADER, TEXT, json_rule, literal
+from tinkercloud_worker.chat.tool_formats.call_reader import json_rules
 from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, MarkOutsideStrings
-from tinkercloud_worker.chat.tool_formats.marked_calls import json_rules
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import json_rule, literal
-from tinkercloud_worker.chat.tool_formats.json_calls import MarkOutsideStrings, calls_in
-from tinkercloud_worker.chat.tool_formats.marked_calls import (
+from tinkercloud_worker.chat.tool_formats.call_reader import (
     MarkedForm,
     MarkedReader,
     Marking,
     marked_source,
 )
+from tinkercloud_worker.chat.tool_formats.json_calls import MarkOutsideStrings, calls_in
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 BEGIN, END = "<tool_call>", "</tool_call>"

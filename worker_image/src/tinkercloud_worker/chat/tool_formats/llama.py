@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from tinkercloud_worker.chat.answer_parts import Part, ToolCall, suffix_length
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import HEADER, TEXT, json_rule, literal
+from tinkercloud_worker.chat.tool_formats.call_reader import json_rules, thought, thought_rules
 from tinkercloud_worker.chat.tool_formats.json_calls import (
     ARGUMENTS,
     SPACE,
@@ -21,7 +22,6 @@ from tinkercloud_worker.chat.tool_formats.json_calls import (
     members_at,
     skip,
 )
-from tinkercloud_worker.chat.tool_formats.marked_calls import json_rules, thought, thought_rules
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 _TAG = "<|python_tag|>"

@@ -22,13 +22,13 @@ from tinkercloud_protocol.wire.exact_json import DECODER, has_half
 from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import json_rule, literal
-from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, JsonEnd, calls_in
-from tinkercloud_worker.chat.tool_formats.marked_calls import (
+from tinkercloud_worker.chat.tool_formats.call_reader import (
     MarkedForm,
     MarkedReader,
     Marking,
     marked_source,
 )
+from tinkercloud_worker.chat.tool_formats.json_calls import SPACE, JsonEnd, calls_in
 from tinkercloud_worker.chat.tool_formats.tool_format import CallReader, ToolFormat
 
 _BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -22,7 +22,7 @@ from tinkercloud_worker.chat.answer_parts import ToolCall
 from tinkercloud_worker.chat.rules.answer_rules import AnswerRule, Function, Reasoning
 from tinkercloud_worker.chat.rules.lark import literal
 from tinkercloud_worker.chat.tool_formats import xml_values
-from tinkercloud_worker.chat.tool_formats.marked_calls import (
+from tinkercloud_worker.chat.tool_formats.call_reader import (
     MarkedForm,
     MarkedReader,
     Marking,

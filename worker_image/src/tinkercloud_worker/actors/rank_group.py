@@ -31,7 +31,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
-from tinkercloud_worker.actors import rank_failures
+from tinkercloud_worker.actors import failure_causes
 from tinkercloud_worker.actors.rank import SALVAGE, Rank, RankAnswer, RankLocation, Worker
 from tinkercloud_worker.actors.shared_tensors import send_through_shared_memory
 from tinkercloud_worker.device import accelerator
@@ -282,12 +282,12 @@ class RankGroup:
             self._check_alive()
             shared = ray.put(args)
             refs = [rank.call.remote(method, shared) for rank in self._ranks]
-            answers, failed = rank_failures.answers_and_failures(refs)
+            answers, failed = failure_causes.answers_and_failures(refs)
             if failed:
                 rank, error = next(iter(failed.items()))
                 alive = [r for r, each in failed.items() if not isinstance(each, RayActorError)]
                 reason = (
-                    f"rank {rank} of {len(refs)} failed in {method}: {rank_failures.reason(error)}"
+                    f"rank {rank} of {len(refs)} failed in {method}: {failure_causes.reason(error)}"
                 )
                 # Ranks that have completed the command come first, so that the state includes it.
                 self._end(reason, [*answers, *alive])
@@ -360,7 +360,7 @@ class RankGroup:
                 rank = refs.index(done[0])
                 raise RanksUnavailable(
                     f"rank {rank} of {self.shape.ranks} failed to {step}:"
-                    f" {rank_failures.reason(error)}"
+                    f" {failure_causes.reason(error)}"
                 ) from error
         return list(ray.get(refs))
 
@@ -427,9 +427,9 @@ class RankGroup:
                 answers[done[0]] = answer(done[0])
             except RayError as error:
                 log.exception("a rank failed", command=method)
-                rank, cause = rank_failures.cause(refs, refs.index(done[0]), error)
+                rank, cause = failure_causes.cause(refs, refs.index(done[0]), error)
                 reason = (
-                    f"rank {rank} of {len(refs)} failed in {method}: {rank_failures.reason(cause)}"
+                    f"rank {rank} of {len(refs)} failed in {method}: {failure_causes.reason(cause)}"
                 )
                 # A live rank may have failed because another died, and still has its state.
                 dead = {rank} if isinstance(cause, RayActorError) else set()
