@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tinkercloud_testing.resources.charts import CHART, NAMESPACE, ROOT, of_kind
+from tinkercloud_testing.harness.prometheus import prometheus_folder
+from tinkercloud_testing.resources.charts import CHART, NAMESPACE, of_kind
 
 WELL = {
     'is_leader{pod="a"}': "1x60",
@@ -149,11 +150,8 @@ def test_each_alert_fires_for_what_it_is_about_and_none_while_all_is_well(tmp_pa
     }
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests))
 
-    promtool = subprocess.run(
-        [ROOT / "tools" / "install_promtool.sh"], check=True, text=True, stdout=subprocess.PIPE
-    ).stdout.strip()
     result = subprocess.run(
-        [promtool, "test", "rules", tmp_path / "tests.yaml"],
+        [prometheus_folder() / "promtool", "test", "rules", tmp_path / "tests.yaml"],
         capture_output=True,
         text=True,
         check=False,
