@@ -85,11 +85,13 @@ def test_a_request_that_lets_the_model_decide_how_much_to_think_is_answered(
     assert counted.input_tokens == len("user: What is 2 + 2?\nassistant: ")
 
 
-def test_an_effort_that_the_template_has_no_place_for_is_refused_by_name(
+def test_an_effort_that_the_template_has_no_place_for_changes_nothing(
     anthropic_client: anthropic.Anthropic,
 ) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.effort: "):
-        anthropic_client.messages.create(**FIELDS, output_config={"effort": "high"})
+    plain = anthropic_client.messages.create(**FIELDS)
+    message = anthropic_client.messages.create(**FIELDS, output_config={"effort": "high"})
+
+    assert message.usage.input_tokens == plain.usage.input_tokens
 
 
 def test_errors_have_the_shape_that_the_client_reads(

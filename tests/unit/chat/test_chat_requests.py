@@ -258,6 +258,7 @@ ANTHROPIC: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hi"}],
 }
 ADAPTIVE = {"type": "adaptive"}
+CLEARS = {"type": "clear_tool_uses_20250919"}
 
 
 def test_the_effort_of_anthropics_clients_reaches_templates_that_use_it() -> None:
@@ -274,10 +275,23 @@ def test_the_effort_of_anthropics_clients_reaches_templates_that_use_it() -> Non
         assert text.decode(prompt) == text.decode(counted) == expected
 
 
+def test_what_anthropics_agents_always_send_changes_no_conversation_without_a_place_for_it() -> (
+    None
+):
+    keeps = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    fields = {"output_config": {"effort": "high"}, "context_management": keeps}
+    text = a_text()
+
+    [plain] = read_messages(orjson.dumps(ANTHROPIC)).ask(text).prompts
+    [prompt] = read_messages(orjson.dumps({**ANTHROPIC, **fields})).ask(text).prompts
+
+    assert prompt == plain
+
+
 @pytest.mark.parametrize(
     ("fields", "where"),
     [
-        ({"output_config": {"effort": "high"}}, r"output_config\.effort: .*; leave it out"),
+        ({"context_management": {"edits": [CLEARS]}}, r"context_management: .*leave it out, or"),
         ({"output_config": {"effort": "huge"}}, r"output_config\.effort: .*'max'"),
         ({"output_config": {"task_budget": {}}}, r"output_config\.task_budget: .*; leave it out"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, r"thinking\.type: .*'adaptive'"),

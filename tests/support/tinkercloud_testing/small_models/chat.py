@@ -1,4 +1,4 @@
-"""Tiny models with a chat template: a random one, and one that says given texts."""
+"""Tiny models with a chat template: a random one, and two that say given texts."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -6,9 +6,16 @@ from pathlib import Path
 
 import torch
 from tokenizers import AddedToken
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tinkercloud_testing.small_models.models import EOS_TOKEN_ID, byte_tokenizer, save, tiny_llama
+from tinkercloud_testing.cluster.image_build.programs import ROOT
+from tinkercloud_testing.small_models.models import (
+    EOS_TOKEN_ID,
+    byte_tokenizer,
+    save,
+    smollm2,
+    tiny_llama,
+)
 
 CHAT_MODEL = "tiny/chat"
 SAYING_MODEL = "tiny/saying"
@@ -21,6 +28,12 @@ _TEMPLATE = """
 {{- '<tool_call>' + call.function | tojson + '</tool_call>' }}{%- endfor %}
 {{- '\\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{%- endif %}"""
+_TURN = "{{- '<|im_start|>assistant\\n' }}"
+_TURN_AFTER_TOOLS = (
+    "{{- '<|im_start|>assistant' + (':' if messages[-1].role == 'tool' else '\\n') }}"
+)
+"""The end of a prompt, which is another one after the response of a tool."""
+_POSITIONS = 1 << 17
 SAYING_TEMPLATE = _TEMPLATE.replace("'assistant: '", "messages[-1].content[-1]")
 """Ends with the last character of the last message."""
 
@@ -88,6 +101,53 @@ def a_saying_model(
             chain = tokenizer.encode(start + "".join(text))
             for token, following in pairwise([*chain, EOS_TOKEN_ID]):
                 model.lm_head.weight[following, token] = 1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def an_agents_model(folder: Path, call: str, answer: str) -> Path:
+    """Write a model that calls one tool and then gives one answer, and return its folder.
+
+    Its tokens and its template are those of SmolLM2 with tools: the instructions of an agent have
+    too many characters for tokens of bytes.
+
+    Args:
+        folder: where to write it.
+        call: what it says to a person, in the format of Hermes.
+        answer: what it says to the response of a tool.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in (call, answer)])
+    template = (ROOT / "examples" / "hermes_tools.jinja").read_text()
+    assert _TURN in template
+    tokenizer.chat_template = template.replace(_TURN, _TURN_AFTER_TOOLS)
+    tokenizer.model_max_length = _POSITIONS
+    to_person, to_tool = (tokenizer.encode(each)[-1] for each in ("\n", "assistant:"))
+    vocabulary = tokenizer.get_vocab()
+    end = tokenizer.eos_token_id
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            max_position_embeddings=_POSITIONS,
+            tie_word_embeddings=False,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=end,
+        )
+    )
+    layer, embedding, head = model.model.layers[0], model.model.embed_tokens, model.lm_head
+    with torch.no_grad():
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        embedding.weight.zero_()[:, 2] = 1
+        embedding.weight[[to_person, to_tool]] = torch.eye(8)[:2]
+        head.weight.zero_()
+        for token, direction in ((vocabulary[call], 0), (vocabulary[answer], 1), (end, 2)):
+            head.weight[token, direction] = 50
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -21,7 +21,6 @@ from tinkercloud_worker.chat.conversation import (
     Choice,
     Counts,
     Effort,
-    effort_options,
     read_fields,
     read_object,
 )
@@ -43,6 +42,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "container": (),
     "speed": ("standard",),
+    # Nothing is ever cleared from a conversation.
+    "context_management": ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},),
 }
 _Blocks = str | Items[dict[str, Any]]
 
@@ -105,7 +106,8 @@ class _OutputConfig(WireModel):
     __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_refused)]]
 
     effort: Effort | None = None
-    """As OpenAI's `reasoning_effort`."""
+    """As OpenAI's `reasoning_effort`. Anthropic's agents send it to every model, so that it has no
+    effect where the chat template has no variable for it."""
     format: _OutputFormat | None = None
 
 
@@ -149,7 +151,9 @@ class CountTokensRequest(WireModel):
         for index, message in enumerate(self.messages):
             messages += _for_template(message, f"messages.{index}.content")
         continues = self.messages[-1].role == "assistant" and "tool_calls" not in messages[-1]
-        options = effort_options(self.output_config.effort, text, "output_config.effort")
+        effort = self.output_config.effort
+        says_effort = effort is not None and text.uses("reasoning_effort")
+        options = {"reasoning_effort": effort} if says_effort else {}
         return text.render(messages, self.used_tools, options, continues_last=continues)
 
 
