@@ -331,6 +331,7 @@ async def test_replacing_ranks_during_a_transfer_disables_no_transfer_path(
         assert engine.theirs.called(WHOLE) == []
 
 
+@pytest.mark.long
 async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
@@ -350,6 +351,7 @@ async def test_weights_that_were_lost_on_their_way_can_be_saved_again(
         assert engine.at_the_head() == []
 
 
+@pytest.mark.long
 async def test_a_weight_store_that_dies_is_replaced_and_nothing_waits_for_it(
     ranks: Ranks, tmp_path: Path
 ) -> None:

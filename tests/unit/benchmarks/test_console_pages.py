@@ -66,6 +66,7 @@ def database_url() -> Iterator[str]:
         yield server.new_database()
 
 
+@pytest.mark.long
 async def test_no_page_but_a_search_reads_a_table_of_runs_whole_on_postgresql(
     benchmarks: Callable[[str], ModuleType],
     database_url: str,

@@ -106,6 +106,7 @@ def test_the_megatron_trainer_agrees_with_huggingface_and_the_torch_trainer(
     assert verdicts["M5"] == "pass"
 
 
+@pytest.mark.long
 def test_a_nan_gradient_fails_the_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 
@@ -157,6 +158,7 @@ def test_a_run_that_measures_nothing_fails_with_a_message(tmp_path: Path) -> Non
     assert "has no memory statistics" in json.loads(out.read_text())["skipped"]["G6"]
 
 
+@pytest.mark.long
 def test_an_unknown_figure_is_rejected_with_the_valid_ones(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
 

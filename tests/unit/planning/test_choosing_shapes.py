@@ -55,7 +55,7 @@ demands = st.builds(
     lengths,
     ranks,
 )
-often = settings(max_examples=100)
+often = settings(max_examples=50)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> ModelPlan:

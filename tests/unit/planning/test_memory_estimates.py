@@ -322,6 +322,7 @@ def test_a_layer_that_is_computed_again_keeps_its_input_only() -> None:
     assert estimates[1].activations - estimates[0].activations == measured
 
 
+@pytest.mark.long
 def test_the_torch_trainer_keeps_the_inputs_of_layers_that_it_computes_again() -> None:
     name = "Qwen/Qwen3-0.6B"
 

@@ -206,6 +206,7 @@ def test_an_interrupted_download_resumes(bucket: Bucket, tmp_path: Path) -> None
     assert not partial.exists()
 
 
+@pytest.mark.long
 def test_wrong_weights_are_rejected_and_downloaded_again_once_corrected(
     bucket: Bucket, tmp_path: Path
 ) -> None:

@@ -14,7 +14,13 @@ import torch
 from tinkercloud_protocol.requests.hyperparameters import AdamParams, LoraConfig
 from tinkercloud_protocol.wire.errors import StateLost, Unavailable
 from tinkercloud_testing.ranks.megatron import megatron_factory
-from tinkercloud_testing.ranks.ranks import BATCH_TOKENS, MeasuredTrainer, TrainerOf, actors_of
+from tinkercloud_testing.ranks.ranks import (
+    BATCH_TOKENS,
+    MeasuredTrainer,
+    TrainerOf,
+    actors_of,
+    often,
+)
 from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import save, tiny_qwen3
 from tinkercloud_testing.training.trainers import assert_equal, run
@@ -36,6 +42,9 @@ pytestmark = [
 ]
 
 ADAM = AdamParams(learning_rate=1e-2)
+SHAPES = ("torch 2", "torch 4", "megatron tp2 pp2")
+OFTEN = ("torch 2", "megatron tp2 pp2")
+"""The shapes that CI tries; `make test-long` tries the others."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ def state() -> TrainingState:
     return a_whole_model().export_state("m")
 
 
-@pytest.fixture(scope="module", params=["torch 2", "torch 4", "megatron tp2 pp2"])
+@pytest.fixture(scope="module", params=often(SHAPES, OFTEN))
 def divided(
     request: pytest.FixtureRequest,
     state: TrainingState,

@@ -95,6 +95,7 @@ def learn_alone(trainer: TorchTrainer, run: int) -> list[float]:
 
 # Several hundred passes: more than the usual limit on a machine with other work.
 @pytest.mark.timeout(300)
+@pytest.mark.long
 async def test_64_runs_of_mixed_ranks_learn_as_alone_in_the_memory_of_twelve(
     thread: EngineThread, tmp_path: Path
 ) -> None:
