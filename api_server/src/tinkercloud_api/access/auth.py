@@ -98,8 +98,9 @@ class Principal:
         """
         if self.role is Role.READ_ONLY and effect.is_mutation:
             raise Forbidden(
-                f"X-API-Key: key {self.key_name!r} is read-only and may not send {method}"
-                f" {path[:200]}; use a key with the role user"
+                f"X-API-Key: key {self.key_name!r} or its owner is read-only and may not send"
+                f" {method} {path[:200]}; use a key with the role user, or ask an admin to lift the"
+                f" limit of its owner (tinkercloud users set-role {self.owner} none)"
             )
         if self.role is not Role.ADMIN and effect.needs_admin:
             raise Forbidden(
