@@ -231,7 +231,7 @@ def test_sessions_are_searched_with_the_keyboard(logged_in: Open, runs: Runs) ->
     window = logged_in()
     window.goto("/console/sessions")
     window.get_by_label("Status").select_option("waiting")
-    window.get_by_label("Owner").press("Enter")
+    window.get_by_label("Owner", exact=True).press("Enter")
 
     listed = window.get_by_role("region", name="Sessions")
     expect(listed.get_by_role("link", name=runs.waiting)).to_be_visible()
