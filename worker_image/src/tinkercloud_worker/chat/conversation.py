@@ -208,13 +208,12 @@ def read_fields(
         raise InvalidRequest(describe(error)) from None
 
 
-def effort_options(effort: str | None, text: ChatText, field: str) -> dict[str, Any]:
+def effort_options(effort: str | None, text: ChatText) -> dict[str, Any]:
     """Return the variable of the chat template that says how much to reason, if any.
 
     Args:
         effort: how much the request wants; None if it does not say.
         text: the texts of the model.
-        field: the field of the request that says it.
 
     Raises:
         InvalidRequest: the template does not use the variable.
@@ -223,7 +222,7 @@ def effort_options(effort: str | None, text: ChatText, field: str) -> dict[str, 
         return {}
     if not text.uses("reasoning_effort"):
         raise InvalidRequest(
-            f"{field}: the chat template of this model has no variable reasoning_effort, so that"
-            f" {effort!r} would change nothing; leave it out"
+            "reasoning_effort: the chat template of this model has no variable reasoning_effort, so"
+            f" that {effort!r} would change nothing; leave it out"
         )
     return {"reasoning_effort": effort}

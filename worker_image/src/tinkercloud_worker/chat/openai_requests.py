@@ -316,7 +316,7 @@ class ChatCompletionRequest(_Sampling):
             InvalidRequest: one of them is not a template's own.
         """
         options = template_options(self.chat_template_kwargs)
-        effort = effort_options(self.reasoning_effort, text, "reasoning_effort")
+        effort = effort_options(self.reasoning_effort, text)
         if {**effort, **options} != {**options, **effort}:
             raise InvalidRequest(
                 f"reasoning_effort: {self.reasoning_effort!r} differs from the one in"
