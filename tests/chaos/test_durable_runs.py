@@ -30,7 +30,7 @@ SETTINGS = {
 pytestmark = pytest.mark.timeout(600 + 60 * KILLS)
 
 
-@pytest.fixture(scope="module", params=["local", "remote"])
+@pytest.fixture(scope="module", params=["local", pytest.param("remote", marks=pytest.mark.long)])
 def server(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, request: pytest.FixtureRequest
 ) -> Iterator[Server]:

@@ -152,7 +152,13 @@ LEAVINGS: Mapping[str, tuple[str, signal.Signals, str]] = {
 """What the client does, how it goes away, and the state of its run afterwards."""
 
 
-@pytest.mark.parametrize("leaving", LEAVINGS)
+@pytest.mark.parametrize(
+    "leaving",
+    [
+        "Ctrl-C",
+        *(pytest.param(each, marks=pytest.mark.long) for each in LEAVINGS if each != "Ctrl-C"),
+    ],
+)
 def test_a_run_whose_client_went_away_continues_to_the_bit(
     server: Server, expected: list[float], leaving: str
 ) -> None:
@@ -179,6 +185,7 @@ def test_the_same_lines_continue_a_run_from_where_it_is_in_each_process_that_run
     assert losses_of(server, lines + f"assert step == {STEPS}\n") == expected[STEPS:]
 
 
+@pytest.mark.long
 def test_the_lines_for_a_run_in_a_project_create_everything_in_it(
     server: Server, expected: list[float]
 ) -> None:

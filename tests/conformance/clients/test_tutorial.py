@@ -26,7 +26,13 @@ def code_of_the_notebook() -> str:
     return "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
 
 
-@pytest.mark.parametrize("code", [code_of_the_page(), code_of_the_notebook()], ids=["page", "book"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code_of_the_page(), id="page"),
+        pytest.param(code_of_the_notebook(), id="book", marks=pytest.mark.long),
+    ],
+)
 def test_the_tutorial_lowers_the_loss_raises_the_reward_and_draws_both(
     server: Server, tmp_path: Path, code: str
 ) -> None:

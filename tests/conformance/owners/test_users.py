@@ -26,6 +26,7 @@ def role_of(server: Server, key: str) -> str:
     return str(server.request("GET", "/api/v1/auth/apikey/me", key=key).json()["note"])
 
 
+@pytest.mark.long
 def test_all_owners_are_listed_with_their_valid_keys_projects_and_last_use(server: Server) -> None:
     used, revoked = (a_key(server, name, "--owner", "with-keys") for name in ("used", "revoked"))
     server.command("keys", "revoke", "--yes", str(revoked["id"]))

@@ -277,6 +277,7 @@ def run(arguments: list[str], server: Server, folder: Path) -> str:
     return result.stdout
 
 
+@pytest.mark.long
 def test_the_cookbook_loads_the_image_processor_from_the_mirror(
     server: Server, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from tinkercloud_testing.ranks.ranks import (
     TrainerOf,
     Trainers,
     bytes_in_store,
+    often,
 )
 from tinkercloud_testing.small_models.data import random_data
 from tinkercloud_testing.small_models.models import save, tiny_llama
@@ -42,7 +43,7 @@ large_llama = partial(tiny_llama, hidden_size=512, layers=6)
 """170 MB of weights and moments: what a rank has of it is not lost in what else it does."""
 
 
-@pytest.fixture(scope="module", params=["torch", "megatron"])
+@pytest.fixture(scope="module", params=often(("torch", "megatron"), ["megatron"]))
 def trainers(
     request: pytest.FixtureRequest, trainer_of: TrainerOf, tmp_path_factory: pytest.TempPathFactory
 ) -> Trainers:

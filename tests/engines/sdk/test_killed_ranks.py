@@ -77,6 +77,7 @@ def test_a_rank_killed_in_a_step_fails_it_definitely_and_training_continues_bit_
     assert len(ranks(server)) == 2
 
 
+@pytest.mark.long
 def test_a_run_whose_ranks_are_all_killed_is_lost_and_names_the_checkpoint_to_resume_from(
     server: Server,
 ) -> None:

@@ -42,6 +42,7 @@ def below(spans: list[Received], name: str) -> list[Received]:
     return [each for each in spans if each.span.parent_span_id == parent.span.span_id]
 
 
+@pytest.mark.long
 def test_a_step_has_spans_of_rank_0_and_of_the_slowest_below_its_execution(
     collector: Collector, server: Server
 ) -> None:

@@ -348,6 +348,7 @@ async def test_a_disk_is_never_replaced_by_an_older_copy_whose_indexes_it_has_us
         await until(lambda: described(head).is_durable)
 
 
+@pytest.mark.long
 async def test_a_store_that_fails_while_a_snapshot_is_copied_stops_no_local_snapshots(
     tmp_path: Path, store: Store
 ) -> None:

@@ -390,6 +390,7 @@ def test_a_late_answer_of_the_nursery_is_not_that_to_the_next_question(
         those.close()
 
 
+@pytest.mark.long
 def test_the_end_of_the_nursery_is_no_fault_of_the_loss_that_ran() -> None:
     nursery = Nursery.started()
     limits = LossLimits(max_loss_seconds=150, max_loss_cpu_seconds=300)

@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import secrets
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
 from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS, wait_until
 from tinkercloud_testing.serving.servers import Server
+from tinkercloud_testing.serving.warm_processes import WarmProcess
 from tinkercloud_testing.small_models.models import save, tiny_llama
 from tinkercloud_testing.storage.postgresql import a_postgresql
 
@@ -66,7 +65,7 @@ class Head:
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=secrets.token_hex)
     model_name: str = MODEL
-    process: subprocess.Popen[bytes] | None = None
+    process: WarmProcess | None = None
     durability_level: DurabilityLevel = "none"
 
     @property
@@ -93,12 +92,14 @@ class Head:
             durability=DurabilityConfig(level=level),
         )
         (self.folder / "head.json").write_text(config.model_dump_json(exclude_defaults=True))
+        assert Server.warm_python is not None
         with (self.folder / "head.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tinkercloud_worker", str(self.folder / "head.json")],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+            self.process = WarmProcess(
+                Server.warm_python,
+                "tinkercloud_worker",
+                [str(self.folder / "head.json")],
+                os.environ,
+                {1: log.fileno(), 2: log.fileno()},
             )
         wait_until(self.is_ready, "head")
 
