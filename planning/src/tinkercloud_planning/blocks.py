@@ -10,6 +10,17 @@ Config = Mapping[str, Any]
 """The content of a `config.json`."""
 
 
+class MissingFields(UnknownArchitecture):
+    """A configuration lacks fields that have no default: `names`."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__(
+            f"{', '.join(names)}: missing in the model's config.json; expected a whole number, 1"
+            " or more"
+        )
+        self.names = names
+
+
 @dataclass(frozen=True, slots=True)
 class Fields:
     """Checked access to a configuration."""
@@ -20,10 +31,13 @@ class Fields:
         """Return a whole number, 1 or more.
 
         Raises:
-            UnknownArchitecture: it is something else, or missing without a default.
+            MissingFields: it is missing without a default.
+            UnknownArchitecture: it is something else.
         """
         value = self.config.get(name)
         value = default if value is None else value
+        if value is None:
+            raise MissingFields(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UnknownArchitecture(
                 f"{name}: {value!r} in the model's config.json; expected a whole number, 1 or more"

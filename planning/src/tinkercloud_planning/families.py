@@ -9,6 +9,7 @@ from tinkercloud_planning.blocks import (
     Attention,
     Config,
     Fields,
+    MissingFields,
     Mlp,
     gated_mlp,
     grouped_attention,
@@ -20,15 +21,39 @@ _NORMS = 2
 """Number of norms of the hidden state in each layer of most families."""
 _GEMMA3_NORMS = 4
 """The same for Gemma 3: one before and one after each of attention and MLP."""
+_SOME = 64
+"""A value that all sizes of a model may have."""
 
 
 def read(config: Config) -> Architecture:
     """Return the architecture that a `config.json` describes.
 
     Raises:
-        UnknownArchitecture: its model type is not one of `model_types`, a field is missing or has a
-            value that can't be, or it says what no trainer or no engine computes.
+        MissingFields: some fields are missing; all of them are named.
+        UnknownArchitecture: its model type is not one of `model_types`, a field has a value that
+            can't be, or it says what no trainer or no engine computes.
     """
+    try:
+        return _read(config)
+    except MissingFields as error:
+        raise MissingFields(*_missing(config, error)) from None
+
+
+def _missing(config: Config, found: MissingFields) -> list[str]:
+    """Return the names of all missing fields: each is given a value until no other is missing."""
+    names: list[str] = []
+    while not set(found.names) <= set(names):
+        names += found.names
+        try:
+            _read({**config, **dict.fromkeys(names, _SOME)})
+        except MissingFields as error:
+            found = error
+        except UnknownArchitecture:
+            break
+    return names
+
+
+def _read(config: Config) -> Architecture:
     model_type = config.get("model_type")
     family = _FAMILIES.get(str(model_type))
     if family is None:

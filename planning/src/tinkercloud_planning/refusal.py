@@ -1,7 +1,8 @@
 """Error messages for models that do not fit on the given GPUs, with what would fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from tinkercloud_crds.pods.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
 from tinkercloud_planning.gpus import GIB, MEMORY_GIB, Fleet, Gpu, gpu
@@ -12,6 +13,8 @@ from tinkercloud_planning.search import Demand, Engine, best_trainer, can_sample
 _SUGGESTED_RANK = 32
 _MOST_NODES = 8
 _SHORTEST_SEQUENCE = 512
+_Plan = Callable[[Demand, Fleet], object | None]
+"""Looks for a plan; None if there is none."""
 
 
 class DoesNotFit(ValueError):
@@ -30,16 +33,13 @@ def refusal(demand: Demand, fleet: Fleet) -> DoesNotFit:
     what = "full fine-tuning" if demand.lora_rank is None else f"LoRA of rank {demand.lora_rank}"
     if demand.slots > 1:
         what = f"{what} for {demand.slots} runs that share a cluster (--pool-slots)"
-    remedies = _remedies(demand, fleet)
-    would = (
-        f"What would fit: {'; '.join(remedies)}."
-        if remedies
-        else "The planner found no change that would fit."
-    )
+    remedies = _remedies(demand, fleet, divide)
+    if demand.lora_rank and best_trainer(demand, fleet, engine=None):
+        remedies.append("--train-only, with external servers on other GPUs")
     return DoesNotFit(
         f"{what} of this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}."
-        f" {_needs(demand, fleet)} {would}"
+        f" {_needs(demand, fleet)} {_what_would_fit(remedies)}"
     )
 
 
@@ -47,11 +47,12 @@ def trainer_refusal(demand: Demand, fleet: Fleet, engine: Engine | None) -> Does
     """Return the error for a model that cannot be trained on the given GPUs, shared or not."""
     model = demand.architecture
     needed = min(_training_needs(demand, fleet, engine), key=lambda memory: memory.total)
+    remedies = _remedies(demand, fleet, partial(best_trainer, engine=engine))
     return DoesNotFit(
         f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"
-        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)}). Use"
-        " more GPUs or shorter sequences"
+        f" {gib(fleet.gpu.memory)} and would need {gib(needed.total)} ({describe(needed)})."
+        f" {_what_would_fit(remedies)}"
     )
 
 
@@ -80,8 +81,7 @@ def engine_refusal(demand: Demand, kind: Gpu, gpus: int) -> DoesNotFit:
 
 def fewest_gpus(demand: Demand, fleet: Fleet) -> int | None:
     """Return how many of these GPUs are sufficient: some of a node, or up to eight nodes."""
-    counts = _counts(fleet.per_node)
-    return next((count for count in counts if divide(demand, replace(fleet, count=count))), None)
+    return _fewest_gpus(demand, fleet, divide)
 
 
 def most_sessions(demand: Demand, fleet: Fleet) -> tuple[int, int] | None:
@@ -179,19 +179,23 @@ def _sampling_need(
     return replace(memory, kv_cache=demand.sequence_length * kv_bytes_per_token(model, tensor))
 
 
-def _remedies(demand: Demand, fleet: Fleet) -> list[str]:
-    """Return changes, each of which would be sufficient."""
-    remedies = _sufficient_gpus(demand, fleet)
-    if shorter := _longest_sequence(demand, fleet):
+def _what_would_fit(remedies: list[str]) -> str:
+    if not remedies:
+        return "The planner found no change that would fit."
+    return f"What would fit: {'; '.join(remedies)}."
+
+
+def _remedies(demand: Demand, fleet: Fleet, plan: _Plan) -> list[str]:
+    """Return changes, each of which would be sufficient for a plan."""
+    remedies = _sufficient_gpus(demand, fleet, plan)
+    if shorter := _longest_sequence(demand, fleet, plan):
         remedies.append(f"sequences of {shorter} tokens")
-    if rank := _largest_rank(demand, fleet):
+    if rank := _largest_rank(demand, fleet, plan):
         remedies.append(f"LoRA of rank {rank}")
-    if demand.lora_rank and best_trainer(demand, fleet, engine=None):
-        remedies.append("--train-only, with external servers on other GPUs")
     return remedies
 
 
-def _sufficient_gpus(demand: Demand, fleet: Fleet) -> list[str]:
+def _sufficient_gpus(demand: Demand, fleet: Fleet, plan: _Plan) -> list[str]:
     """Return the fewest GPUs of any kind that are sufficient, then the fewest of the given kind.
 
     Of as many GPUs of several kinds, those with the least memory come first: they cost the least.
@@ -201,26 +205,31 @@ def _sufficient_gpus(demand: Demand, fleet: Fleet) -> list[str]:
     choices = (
         Fleet(kind, count, fleet.per_node) for count in _counts(fleet.per_node) for kind in kinds
     )
-    smallest = next((each for each in choices if divide(demand, each)), None)
-    own = fewest_gpus(demand, fleet)
+    smallest = next((each for each in choices if plan(demand, each)), None)
+    own = _fewest_gpus(demand, fleet, plan)
     found = (smallest, replace(fleet, count=own) if own else None)
     return list(dict.fromkeys(str(each) for each in found if each is not None))
 
 
-def _largest_rank(demand: Demand, fleet: Fleet) -> int | None:
+def _fewest_gpus(demand: Demand, fleet: Fleet, plan: _Plan) -> int | None:
+    counts = _counts(fleet.per_node)
+    return next((count for count in counts if plan(demand, replace(fleet, count=count))), None)
+
+
+def _largest_rank(demand: Demand, fleet: Fleet, plan: _Plan) -> int | None:
     most = demand.lora_rank - 1 if demand.lora_rank else _SUGGESTED_RANK
     fitting = None
     for power in range(most.bit_length()):
-        if divide(replace(demand, lora_rank=1 << power), fleet) is None:
+        if plan(replace(demand, lora_rank=1 << power), fleet) is None:
             break
         fitting = 1 << power
     return fitting
 
 
-def _longest_sequence(demand: Demand, fleet: Fleet) -> int | None:
+def _longest_sequence(demand: Demand, fleet: Fleet, plan: _Plan) -> int | None:
     length = demand.sequence_length // 2
     while length >= _SHORTEST_SEQUENCE:
-        if divide(replace(demand, sequence_length=length), fleet):
+        if plan(replace(demand, sequence_length=length), fleet):
             return length
         length //= 2
     return None

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tinkercloud_planning.architecture import Architecture
+from tinkercloud_planning.blocks import MissingFields
 from tinkercloud_planning.families import read
 from tinkercloud_planning.gpus import parse
 from tinkercloud_planning.plan import plan, plan_training
@@ -67,3 +68,28 @@ def test_what_fits_alone_is_refused_with_what_both_need_on_one_gpu() -> None:
     assert "enough for training alone, or for sampling alone" in str(refused.value)
     assert "sampling 40.4 GiB" in str(refused.value)
     assert "neighbour 16.3 GiB" in str(refused.value)
+
+
+def test_a_refusal_of_training_alone_names_gpus_that_fit_and_no_lengths_that_do_not() -> None:
+    model = MODELS["Qwen/Qwen3-30B-A3B"]
+
+    with pytest.raises(DoesNotFit) as refused:
+        plan_training(model, parse("1xA100-40"), sequence_length=8192, lora_rank=32)
+
+    named = str(refused.value).partition("What would fit: ")[2].rstrip(".").split("; ")
+    assert named == ["1xA100-80", "2xA100-40"]
+    for fleet in named:
+        plan_training(model, parse(fleet), sequence_length=8192, lora_rank=32)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"])
+def test_all_fields_that_a_configuration_lacks_are_named_at_once(name: str) -> None:
+    public = json.loads((Path(__file__).parent / "public_models.json").read_text())
+    config = public[name]["config"]
+    lacking = {"hidden_size", "num_hidden_layers", "vocab_size"}
+
+    with pytest.raises(MissingFields) as refused:
+        read({field: value for field, value in config.items() if field not in lacking})
+
+    assert set(refused.value.names) == lacking
+    assert all(field in str(refused.value) for field in lacking)
