@@ -137,11 +137,12 @@ def remove_model(
 
     Its files, and the checkpoints that were trained on it, stay.
     """
-    if not yes:
-        used = {each["model_name"]: each["runs"] for each in _listed(api_key, base_url)}
-        if used.get(name):
-            fail(f"runs use {name} ({used[name]}); end each with `tinkercloud runs stop RUN`")
-    confirm(f"Stop serving {name}, also to clients that sample it?", skipped=yes)
+    used = {each["model_name"]: each["runs"] for each in _listed(api_key, base_url)}
+    if used.get(name) and not yes:
+        fail(f"runs use {name} ({used[name]}); end each with `tinkercloud runs stop RUN`")
+    confirm(
+        f"Stop serving {name}, also to clients that sample it?", skipped=yes or name not in used
+    )
     removed = request("DELETE", base_url, api_key, f"base_models/{quote(name, safe='')}")
     sentence = f"{name} {'is not served any more' if removed['was_served'] else 'was not served'}"
     if removed["returns_at_start"]:

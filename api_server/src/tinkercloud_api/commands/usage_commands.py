@@ -245,8 +245,10 @@ def _show_month(
         first = {By.PROJECT: ["owner", "project"], By.KEY: ["owner", "key"]}
         columns = [*first.get(by, groups), *_MONTH_COLUMNS]
         show(texts, columns, as_json=False)
-        typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
-        if any(row["cost"] is None for row in rows):
+        unpriced = sum(row["cost"] is None for row in rows)
+        if unpriced < len(rows):
+            typer.echo(f"total: {_text(answer['total'])} {answer['currency']}")
+        if unpriced:
             typer.echo("-: no price in the setting `prices` of the server")
 
 

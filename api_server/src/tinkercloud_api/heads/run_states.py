@@ -151,9 +151,10 @@ class RunStates:
         if row.deleted_at is not None:
             return Whereabouts("ended")
         if held is not None:
+            idle = _CONTINUES if held.is_suspended else None
             return Whereabouts(
                 "suspended" if held.is_suspended else "live",
-                held.degraded,
+                held.degraded or idle,
                 held.queue_state,
                 held.queue_reason,
                 held.step,
@@ -195,7 +196,9 @@ class RunStates:
         placement = placement_of(row)
         state = await self.checkpoints.suspended.find(row.id)
         if state is not None and state.continues_from(generation):
-            return self._away(row.id, placement, Whereabouts("suspended", step=state.step))
+            return self._away(
+                row.id, placement, Whereabouts("suspended", _CONTINUES, step=state.step)
+            )
         if is_placed:
             # On a cluster of a pool, whose head another API server uses.
             return self._placed("live", placement)

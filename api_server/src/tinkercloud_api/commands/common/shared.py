@@ -143,8 +143,11 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     table.add_column(Text(columns[-1]), overflow="fold")
     for texts in cells:
         table.add_row(*map(Text, texts))
-    # Ids are meant to be copied, so lines exceed the terminal width rather than truncate one.
-    needed = sum(widths[:-1]) + min(widths[-1], _FOLDED_WIDTH)
+    # Ids and paths are meant to be copied, and pipes to be read by lines: lines exceed the width of
+    # the terminal rather than break one.
+    longest_word = max((len(word) for row in cells for word in row[-1].split()), default=0) + 2
+    folded = min(widths[-1], max(_FOLDED_WIDTH, longest_word))
+    needed = sum(widths[:-1]) + (folded if sys.stdout.isatty() else widths[-1])
     Console(width=max(Console().width, needed)).print(table)
     note_output()
 
