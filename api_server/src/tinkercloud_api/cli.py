@@ -8,6 +8,7 @@ Kubernetes cluster (KUBECONFIG). `plan` needs neither.
 
 import asyncio
 import json
+import logging
 import re
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +18,7 @@ from urllib.parse import urlencode
 import typer
 
 from tinkercloud_api.access.roles import Role
+from tinkercloud_api.admin.listening import PortTakenError, bind
 from tinkercloud_api.commands import (
     audit_commands,
     backup_commands,
@@ -68,7 +70,6 @@ from tinkercloud_api.commands.runs import (
 from tinkercloud_api.config.model_places import PlaceError, absolute
 from tinkercloud_api.config.readable import age_of, binary_size, moment
 from tinkercloud_api.lasting_objects import lasting_objects
-from tinkercloud_api.serve.listening import PortTakenError, bind
 from tinkercloud_api.version_line import version_line
 
 app = typer.Typer(
@@ -468,10 +469,14 @@ def delete_session(
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
     with waiting("checking this machine"):
+        import structlog
+
         from tinkercloud_api.admin.doctor import examine
         from tinkercloud_api.admin.machine_checks import CheckResult
         from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 
+        # What it would log is a result of the check.
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
         try:
             results = asyncio.run(examine(load_settings(state_dir=state_dir)))
         except InvalidSettingsError as error:

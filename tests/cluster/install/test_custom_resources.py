@@ -2,17 +2,21 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes.client import CustomObjectsApi
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config import new_client_from_config
 
 from tinkercloud_crds.base_model import BaseModelSpec
 from tinkercloud_crds.generate import FOLDERS, KINDS, MAX_BYTES, Kind, definition, render
 from tinkercloud_crds.training_session import TrainingSessionSpec
-from tinkercloud_testing.cluster.kube_api.client import Cluster, KubectlFailed
+from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.resource_rules import RULES, SINGLE_VALUED
 from tinkercloud_testing.resource_rules.bounds import AT_THE_BOUND
 from tinkercloud_testing.resource_rules.rule import Rule
@@ -68,69 +72,125 @@ def namespace(crds: Cluster) -> Iterator[str]:
         yield name
 
 
+class Rejected(Exception):
+    """The API server rejected an object; the message says why."""
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The objects of a namespace, by requests of our own: kubectl would take most of the time."""
+
+    api: CustomObjectsApi
+    namespace: str
+
+    def write(self, manifest: Json, **options: str) -> Json:
+        """Create an object, or with `dry_run` only check it; return the stored object.
+
+        Raises:
+            Rejected: it is invalid.
+        """
+        return self._sent(self.api.create_namespaced_custom_object, manifest, **options)
+
+    def check(self, manifest: Json) -> Json:
+        """Return an object as it would be stored.
+
+        Raises:
+            Rejected: it is invalid.
+        """
+        return self.write(manifest, dry_run="All")
+
+    def replace(self, stored: Json, manifest: Json) -> Json:
+        """Replace an object, and return the new one.
+
+        Raises:
+            Rejected: it is invalid.
+        """
+        version = {"resourceVersion": stored["metadata"]["resourceVersion"]}
+        newer = {**manifest, "metadata": {**manifest["metadata"], **version}}
+        name = stored["metadata"]["name"]
+        return self._sent(self.api.replace_namespaced_custom_object, newer, name=name)
+
+    def delete(self, stored: Json) -> None:
+        """Delete an object."""
+        where = self._of(stored) | {"name": stored["metadata"]["name"]}
+        self.api.delete_namespaced_custom_object(**where)
+
+    def _of(self, manifest: Json) -> dict[str, str]:
+        group, version = manifest["apiVersion"].split("/")
+        plurals = {kind.kind: kind.plural for kind in KINDS}
+        plural = plurals[manifest["kind"]]
+        return {"group": group, "version": version, "plural": plural, "namespace": self.namespace}
+
+    def _sent(self, send: Callable[..., Any], manifest: Json, **options: str) -> Json:
+        placed = {**manifest, "metadata": {**manifest["metadata"], "namespace": self.namespace}}
+        try:
+            stored: Json = send(
+                **self._of(manifest), body=placed, field_validation="Strict", **options
+            )
+        except ApiException as error:
+            raise Rejected(json.loads(error.body or "{}")["message"]) from error
+        return stored
+
+
 @pytest.fixture(scope="module")
-def shared_namespace(crds: Cluster) -> Iterator[str]:
-    """Return a namespace for objects that are never stored."""
-    with crds.a_namespace("crds") as name:
-        yield name
+def objects(crds: Cluster) -> Iterator[Objects]:
+    """Return the objects of a namespace that tests leave empty."""
+    with (
+        crds.a_namespace("crds") as name,
+        new_client_from_config(str(crds.kubeconfig)) as client,
+    ):
+        yield Objects(CustomObjectsApi(client), name)
 
 
-def write(cluster: Cluster, manifest: Json, namespace: str, *options: str) -> Json:
-    """Create an object, or replace it if an option says so; return the stored object."""
-    verb, *rest = options or ("create",)
-    where = (f"--namespace={namespace}", "--output=json", "--filename=-")
-    placed = {**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}}
-    stored: Json = json.loads(cluster.kubectl(verb, *where, *rest, stdin=json.dumps(placed)))
-    return stored
+def apply(cluster: Cluster, manifest: Json, namespace: str) -> None:
+    """Create an object, or change it."""
+    cluster.apply({**manifest, "metadata": {**manifest["metadata"], "namespace": namespace}})
 
 
-def attempt(cluster: Cluster, rule: Rule, manifest: Json, namespace: str) -> Json:
+def attempt(objects: Objects, rule: Rule, manifest: Json) -> Json:
     if rule.before is None:
-        return write(cluster, manifest, namespace, "create", "--dry-run=server")
-    write(cluster, rule.before, namespace)
-    return write(cluster, manifest, namespace, "replace")
-
-
-@pytest.fixture
-def room(request: pytest.FixtureRequest, rule: Rule) -> str:
-    """Return the namespace of a case: its own if the case needs an existing object."""
-    name: str = request.getfixturevalue("shared_namespace" if rule.before is None else "namespace")
-    return name
+        return objects.check(manifest)
+    before = objects.write(rule.before)
+    try:
+        return objects.replace(before, manifest)
+    finally:
+        objects.delete(before)
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("accepted"))
 def test_objects_that_satisfy_a_rule_are_accepted(
-    crds: Cluster, room: str, rule: Rule, manifest: Json
+    objects: Objects, rule: Rule, manifest: Json
 ) -> None:
-    stored = attempt(crds, rule, manifest, room)
+    stored = attempt(objects, rule, manifest)
 
     assert stored["kind"] == manifest["kind"]
 
 
 @pytest.mark.parametrize(("rule", "manifest"), cases("refused"))
 def test_objects_that_violate_a_rule_are_rejected_with_the_field(
-    crds: Cluster, room: str, rule: Rule, manifest: Json
+    objects: Objects, rule: Rule, manifest: Json
 ) -> None:
     refused = re.escape(f"{rule.path}: ") + ".*" + re.escape(rule.message)
 
-    with pytest.raises(KubectlFailed, match=refused):
-        attempt(crds, rule, manifest, room)
+    with pytest.raises(Rejected, match=refused):
+        attempt(objects, rule, manifest)
 
 
 @pytest.mark.parametrize("name", ["modelId", "lora", "restoreFrom", "queueName"])
-def test_immutable_fields_of_a_session_cannot_be_removed(
-    crds: Cluster, namespace: str, name: str
-) -> None:
+def test_immutable_fields_of_a_session_cannot_be_removed(objects: Objects, name: str) -> None:
     began_with: Json = {
         "modelId": RUNS[0],
         "lora": RANKS[0],
         "restoreFrom": PATHS[0],
         "queueName": "q",
     }
-    write(crds, session(**began_with), namespace)
+    before = objects.write(session(**began_with))
 
-    with pytest.raises(KubectlFailed, match=f"{name}: cannot be added or removed after creation"):
-        write(crds, session(**began_with | {name: None}), namespace, "replace")
+    try:
+        with pytest.raises(Rejected, match=f"{name}: cannot be added or removed after creation"):
+            objects.replace(before, session(**began_with | {name: None}))
+    finally:
+        objects.delete(before)
 
 
 def test_every_rule_of_the_definitions_has_three_cases_of_each_sort() -> None:
@@ -143,42 +203,36 @@ def test_every_rule_of_the_definitions_has_three_cases_of_each_sort() -> None:
 
 @pytest.mark.parametrize("path", AT_THE_BOUND)
 def test_a_value_at_its_bound_is_accepted_and_one_beyond_is_rejected(
-    crds: Cluster, shared_namespace: str, path: str
+    objects: Objects, path: str
 ) -> None:
     build, within, beyond = AT_THE_BOUND[path]
 
-    write(crds, build(**within), shared_namespace, "create", "--dry-run=server")
+    objects.check(build(**within))
 
-    with pytest.raises(KubectlFailed, match=re.escape(path) + "[:[]"):
-        write(crds, build(**beyond), shared_namespace, "create", "--dry-run=server")
+    with pytest.raises(Rejected, match=re.escape(path) + "[:[]"):
+        objects.check(build(**beyond))
 
 
 @pytest.mark.parametrize("name", ["image", "volumes", "nodeName", "nodeSelector", "serviceAccount"])
-def test_a_session_cannot_set_fields_of_its_base_model(
-    crds: Cluster, shared_namespace: str, name: str
-) -> None:
-    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{name}"'):
-        write(crds, session(**{name: "x"}), shared_namespace, "create", "--dry-run=server")
+def test_a_session_cannot_set_fields_of_its_base_model(objects: Objects, name: str) -> None:
+    with pytest.raises(Rejected, match=f'unknown field "spec.{name}"'):
+        objects.check(session(**{name: "x"}))
 
 
 @pytest.mark.parametrize("kind", ["trainer", "sampler"])
 @pytest.mark.parametrize("name", ["extendedResources", "environment", "resources"])
 def test_a_session_cannot_set_the_resources_of_its_pods(
-    crds: Cluster, shared_namespace: str, kind: str, name: str
+    objects: Objects, kind: str, name: str
 ) -> None:
     asked: Json = {kind: {name: []}}
 
-    with pytest.raises(KubectlFailed, match=f'unknown field "spec.{kind}.{name}"'):
-        write(crds, session(**asked), shared_namespace, "create", "--dry-run=server")
+    with pytest.raises(Rejected, match=f'unknown field "spec.{kind}.{name}"'):
+        objects.check(session(**asked))
 
 
-def test_the_api_server_applies_the_same_defaults_as_the_models(
-    crds: Cluster, shared_namespace: str
-) -> None:
-    dry = ("create", "--dry-run=server")
-
-    offered = write(crds, base_model(), shared_namespace, *dry)["spec"]
-    asked = write(crds, session(lora={}), shared_namespace, *dry)["spec"]
+def test_the_api_server_applies_the_same_defaults_as_the_models(objects: Objects) -> None:
+    offered = objects.check(base_model())["spec"]
+    asked = objects.check(session(lora={}))["spec"]
 
     as_read = BaseModelSpec.model_validate(base_model()["spec"])
     assert offered == as_read.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -188,12 +242,12 @@ def test_the_api_server_applies_the_same_defaults_as_the_models(
 
 
 def test_status_and_spec_are_written_separately(crds: Cluster, namespace: str) -> None:
-    write(crds, session() | {"status": {"phase": "Ready"}}, namespace)
+    apply(crds, session() | {"status": {"phase": "Ready"}}, namespace)
 
     assert "status" not in crds.get("tsess", "one", namespace)
 
     crds.patch_status("tsess", "one", {"phase": "Loading"}, namespace)
-    write(crds, session(suspend=True), namespace, "replace")
+    apply(crds, session(suspend=True), namespace)
     stored = crds.get("tsess", "one", namespace)
     assert stored["status"] == {"phase": "Loading"}
     assert stored["spec"]["suspend"] is True
@@ -213,7 +267,7 @@ def apply_conditions(cluster: Cluster, namespace: str, manager: str, *conditions
 
 
 def test_two_field_managers_share_the_list_of_conditions(crds: Cluster, namespace: str) -> None:
-    write(crds, session(), namespace)
+    apply(crds, session(), namespace)
 
     apply_conditions(crds, namespace, "operator", a_condition("Accepted"), a_condition("Ready"))
     apply_conditions(crds, namespace, "another", a_condition("Audited"))
@@ -225,7 +279,7 @@ def test_two_field_managers_share_the_list_of_conditions(crds: Cluster, namespac
 
 
 def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace: str) -> None:
-    write(crds, session("ts-4f9c2a71-0"), namespace)
+    apply(crds, session("ts-4f9c2a71-0"), namespace)
     workers = {"trainers": "2/2", "samplers": "1/1"}
     seen = {"phase": "Ready", "workers": workers, "gpus": 3, "conditions": [a_condition("Ready")]}
     crds.patch_status("tsess", "ts-4f9c2a71-0", seen, namespace)
@@ -237,7 +291,7 @@ def test_sessions_are_listed_as_the_documentation_shows(crds: Cluster, namespace
 
 
 def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str) -> None:
-    write(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
+    apply(crds, base_model("qwen", trainer=TRAINERS, sampler=SAMPLERS), namespace)
     pool = {"clusterSummary": "1/2", "slotSummary": "5/16"}
     seen = {
         "liveSessions": 2,
@@ -261,8 +315,8 @@ def test_base_models_are_listed_with_their_choices(crds: Cluster, namespace: str
 def test_resources_are_found_by_short_name_and_category(
     crds: Cluster, namespace: str, asked: str
 ) -> None:
-    write(crds, base_model("qwen"), namespace)
-    write(crds, session("one"), namespace)
+    apply(crds, base_model("qwen"), namespace)
+    apply(crds, session("one"), namespace)
 
     found = crds.kubectl("get", asked, f"--namespace={namespace}", "--output=name").split()
 
@@ -272,8 +326,8 @@ def test_resources_are_found_by_short_name_and_category(
 def test_deleting_everything_of_a_namespace_leaves_models_and_sessions(
     crds: Cluster, namespace: str
 ) -> None:
-    write(crds, base_model("kept"), namespace)
-    write(crds, session("kept"), namespace)
+    apply(crds, base_model("kept"), namespace)
+    apply(crds, session("kept"), namespace)
 
     crds.kubectl("delete", "all", "--all", f"--namespace={namespace}")
 

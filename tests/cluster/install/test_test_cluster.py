@@ -156,6 +156,7 @@ def test_a_service_account_has_only_the_rights_of_its_roles(
             nobody.objects("pods", namespace)
 
 
+@pytest.mark.long
 def test_the_pods_of_a_raycluster_run_on_simulated_gpu_nodes(
     cluster: Cluster, kuberay: KubeRay, kwok: KwokNodes
 ) -> None:
@@ -196,6 +197,7 @@ def python_image(real_node: RealNode) -> Image:
     return image
 
 
+@pytest.mark.long
 def test_a_deployment_runs_real_pods_that_reach_each_other_through_a_service(
     cluster: Cluster, python_image: Image
 ) -> None:

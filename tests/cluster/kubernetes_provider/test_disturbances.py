@@ -18,6 +18,7 @@ from tinkercloud_testing.serving.servers import API_KEY, Server
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.long
 def test_requests_within_a_minute_cause_at_most_one_write(world: World, server: Server) -> None:
     training = world.a_training_client(server)
     step(training)

@@ -220,6 +220,7 @@ def test_twenty_runs_of_a_killed_cluster_resume_elsewhere_from_their_last_checkp
     assert losses == expected
 
 
+@pytest.mark.long
 def test_twenty_runs_of_a_lost_cluster_continue_elsewhere_if_their_journals_are_in_the_store(
     world: World, server: Server
 ) -> None:

@@ -49,6 +49,7 @@ def sessions(
             cluster.kubectl("delete", "tsess", "--all", "-n", namespace, "--timeout=90s")
 
 
+@pytest.mark.long
 def test_sessions_that_need_half_of_the_gpus_each_are_served_one_after_the_other(
     sessions: Sessions,
 ) -> None:

@@ -104,6 +104,7 @@ def test_the_message_about_an_unknown_field_is_the_one_that_is_recognized(
     assert is_undeclared(str(answer.value))
 
 
+@pytest.mark.long
 def test_sessions_progress_under_older_definitions_that_drop_status_fields(
     plane: Cluster, cluster_folder: Path
 ) -> None:

@@ -120,7 +120,14 @@ def test_an_owner_at_the_session_limit_gets_another_after_deleting_one(
         assert "number 1 in the owner's queue" in message
 
 
-@pytest.mark.parametrize("component", ["head", "trainer", "sampler"])
+@pytest.mark.parametrize(
+    "component",
+    [
+        "head",
+        pytest.param("trainer", marks=pytest.mark.long),
+        pytest.param("sampler", marks=pytest.mark.long),
+    ],
+)
 def test_lost_pods_are_replaced(sessions: Sessions, component: str) -> None:
     sessions.make_ready("one")
     selector = f"tinkercloud.dev/session=one,tinkercloud.dev/component={component}"

@@ -33,6 +33,12 @@ def test_an_owner_at_the_limit_learns_what_to_delete_and_can_still_train(bounded
     with pytest.raises(tinker.RequestFailedError, match="max_checkpoint_bytes_per_owner"):
         training.save_weights_external("fourth").result()
 
+    stop = f"runs/{training.model_id}/stop"
+    stopped = bounded.post(stop, {})
+    suspended = bounded.post(stop, {"suspend": True})
+    assert (stopped.status, suspended.status) == (400, 200)
+    assert "tinkercloud runs stop --suspend" in stopped.json()["detail"]
+
     message = str(refused.value)
     size = bounded.rest(key).list_checkpoints(training.model_id).result().checkpoints[0].size_bytes
     assert f"'alice' use {size} of 1 bytes (max_checkpoint_bytes_per_owner)" in message

@@ -114,6 +114,12 @@ class Principal:
         """Whether objects without a project that belong to `owner` are visible."""
         return self.owner == owner or self.role is Role.ADMIN
 
+    def relation_to(self, owner: str) -> str:
+        """Return who changes an object, in words for its owner, such as `an administrator`."""
+        if self.owner == owner:
+            return "its owner"
+        return "an administrator" if self.role is Role.ADMIN else "a member of its project"
+
     def require(self, found: OwnedT | None, what: str) -> OwnedT:
         """Return an object if this principal may use it as its request does.
 

@@ -9,6 +9,7 @@ import aiohttp
 import obstore
 
 from tinkercloud_api.admin import machine_checks, preflight
+from tinkercloud_api.admin.listening import PortTakenError, bind
 from tinkercloud_api.admin.machine_checks import CheckResult
 from tinkercloud_api.catalog.schema.connection import (
     CatalogUnreachableError,
@@ -200,7 +201,8 @@ async def _catalog(settings: Settings) -> CheckResult:
         await catalog.ping()
     except Unavailable as error:
         detail = described(error.__cause__ or error)
-        remedy = "start the database, or correct TINKERCLOUD_DATABASE_URL"
+        is_file = settings.database_url is None
+        remedy = "" if is_file else "start the database, or correct TINKERCLOUD_DATABASE_URL"
         return CheckResult("catalog", is_good=False, detail=detail, remedy=remedy)
     finally:
         await catalog.close()
@@ -234,6 +236,10 @@ async def _server(settings: Settings) -> CheckResult:
     server = state_folder.running_server(settings.state_dir)
     if server is None:
         detail = "no server runs here (if yours uses another folder: --state-dir)"
+        try:
+            bind(settings.host, settings.port).close()
+        except PortTakenError as error:
+            return CheckResult("server", is_good=False, detail=f"{detail}, but it {error}")
         return CheckResult("server", is_good=True, detail=detail)
     url = f"{server.url}/healthz"
     try:

@@ -8,13 +8,13 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from obstore.exceptions import BaseError
 
+from tinkercloud_api.admin.listening import PortTakenError, bind
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.providers.head_progress import weight_bytes
@@ -126,16 +126,10 @@ def check_metrics_port(settings: Settings) -> None:
     """
     if settings.metrics_port is None:
         return
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((settings.host, settings.metrics_port))
-        except OSError as error:
-            raise CannotServeError(
-                f"metrics_port: cannot listen on {settings.host}:{settings.metrics_port}"
-                f" ({error.strerror}); choose another port with TINKERCLOUD_METRICS_PORT"
-            ) from None
+    try:
+        bind(settings.host, settings.metrics_port, "TINKERCLOUD_METRICS_PORT").close()
+    except PortTakenError as error:
+        raise CannotServeError(f"metrics_port: {error}") from None
 
 
 def has_gpu() -> bool:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -107,8 +106,15 @@ class Runs:
         path = None
         if endpoint is not None:
             # Of a run whose state is lost, its checkpoints are left.
-            with suppress(StateLost):
+            try:
                 path = await self._save_last(run_id, endpoint, limit)
+            except StateLost:
+                pass
+            except InvalidRequest as error:
+                raise InvalidRequest(
+                    f"{error.message}. The run continues; to free its memory without a checkpoint,"
+                    " suspend it (`tinkercloud runs stop --suspend`)"
+                ) from None
         await self.training_runs.unload(run_id, stopped_by)
         return path
 

@@ -21,6 +21,7 @@ from tinkercloud_api.access.auth import hash_key, new_key
 from tinkercloud_api.access.roles import Role
 from tinkercloud_api.admin import preflight
 from tinkercloud_api.admin.catalog_rebuild import has_checkpoints
+from tinkercloud_api.admin.listening import bind
 from tinkercloud_api.catalog.access.audit_log import AuditLog
 from tinkercloud_api.catalog.schema.connection import check_revision, migrate, open_database
 from tinkercloud_api.catalog.schema.tables import now
@@ -35,7 +36,6 @@ from tinkercloud_api.providers.local.local_provider import LocalProvider
 from tinkercloud_api.providers.model_arguments import check_aliases, resolve
 from tinkercloud_api.providers.model_names import with_aliases
 from tinkercloud_api.serve.api_app import Application
-from tinkercloud_api.serve.listening import bind
 from tinkercloud_api.serve.model_download import download_missing
 from tinkercloud_api.web import connections
 from tinkercloud_protocol.heads import descriptors

@@ -9,7 +9,6 @@ from pydantic import Field, FiniteFloat, StringConstraints
 
 from tinkercloud_api.access.auth import Principal
 from tinkercloud_api.access.effects import WORKS, changes, declares, names_no_object
-from tinkercloud_api.access.roles import Role
 from tinkercloud_api.catalog.access.visibility import Visibility
 from tinkercloud_api.catalog.runs.run_search import RunSearch
 from tinkercloud_api.catalog.schema.statements import Page
@@ -181,19 +180,12 @@ async def stop_run(
         caller.named_objects.add("suspended")
         return RunStopped(state="suspended")
     limit = server.settings.max_checkpoint_bytes_per_owner
-    by = await _stopper(run_id, server, caller)
+    row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
+    by = caller.relation_to(row.owner)
     path = await server.runs.end(run_id, await _last_head_of(run_id, server), limit, by)
     # For the audit log, as its path does not say which.
     caller.named_objects.add("ended")
     return RunStopped(state="ended", tinker_path=path)
-
-
-async def _stopper(run_id: str, server: Context, caller: Principal) -> str:
-    """Return who stops a run, for its client."""
-    row = await server.catalog.run(run_id)
-    if row is not None and row.owner == caller.owner:
-        return "its owner"
-    return "an administrator" if caller.role is Role.ADMIN else "a member of its project"
 
 
 async def _authorize(run_id: str, server: Context, caller: Principal) -> None:

@@ -167,8 +167,9 @@ async def assign_project(
 @declares(changes("session_delete"))
 async def delete_session(session_id: str, server: Server, caller: Caller) -> dict[str, str]:
     """End a session administratively (not an SDK call), but keep its checkpoints."""
-    await _session_to_change(session_id, server, caller)
-    await server.training_runs.finish_session(session_id, "interrupted", "deleted")
+    session = await _session_to_change(session_id, server, caller)
+    detail = f"deleted by {caller.relation_to(session.owner)}"
+    await server.training_runs.finish_session(session_id, "interrupted", detail)
     await server.custom_losses.delete(session_id)
     return {}
 

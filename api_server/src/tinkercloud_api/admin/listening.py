@@ -8,8 +8,13 @@ class PortTakenError(Exception):
     """The address is not available, for example because another program listens on it."""
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, setting: str = "--port or TINKERCLOUD_PORT") -> socket.socket:
     """Return a TCP socket of an address of this machine; it does not listen yet.
+
+    Args:
+        host: the address.
+        port: the port.
+        setting: what chooses the port, for the error message.
 
     Raises:
         PortTakenError: the address is not available.
@@ -20,7 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        what = "another port with --port or TINKERCLOUD_PORT"
+        what = f"another port with {setting}"
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             what = "an address of this machine with --host or TINKERCLOUD_HOST"
         raise PortTakenError(
