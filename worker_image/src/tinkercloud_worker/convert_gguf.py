@@ -1,7 +1,7 @@
 """`python -m tinkercloud_worker.convert_gguf FILE FOLDER`: convert GGUF to a Hugging Face folder.
 
 transformers de-quantizes GGUF files itself, but slowly. The converted folder loads quickly and is
-not quantized. An existing folder is left unchanged.
+not quantized. An existing folder is left unchanged. Each step is printed on standard error.
 """
 
 import sys
@@ -25,6 +25,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     source, name = str(gguf_file.parent), gguf_file.name
+    _say(f"reading {gguf_file} ({gguf_file.stat().st_size >> 20} MiB) and de-quantizing it ...")
     config = AutoConfig.from_pretrained(source, gguf_file=name)
     quantized = load_checked(
         str(gguf_file),
@@ -39,6 +40,7 @@ def convert(gguf_file: Path, folder: Path) -> None:
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(quantized.state_dict())
+    _say(f"writing {folder} ...")
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         model.save_pretrained(temporary)
         AutoTokenizer.from_pretrained(source, gguf_file=name).save_pretrained(temporary)
@@ -53,6 +55,11 @@ def convert(gguf_file: Path, folder: Path) -> None:
             # Two conversions may race: the first one wins, and the result of the other is dropped.
             if not folder.exists():
                 raise
+
+
+def _say(step: str) -> None:
+    sys.stderr.write(f"{step}\n")
+    sys.stderr.flush()
 
 
 def main() -> None:

@@ -255,7 +255,8 @@ def report(
         if plan.division.sampler:
             memories["sampling"] = plan.division.sampler.memory
     if gpu_price is not None:
-        yield f"\nprice: {gpu_price * used:.2f} an hour, for {used} GPUs at {gpu_price:.2f}"
+        gpus = "1 GPU" if used == 1 else f"{used} GPUs"
+        yield f"\nprice: {gpu_price * used:.2f} an hour, for {gpus} at {gpu_price:.2f}"
     yield f"\nestimated peak memory of the most loaded GPU, out of {gib(kind.memory)}:\n"
     yield _memory(memories)
 

@@ -258,10 +258,12 @@ def _merge(command: list[str], folder: Path, size: int) -> tuple[int, str]:
     Returns:
         Its status, and what it has printed on standard error.
     """
-    step = "loading the program that merges"
+    step, done = "loading the program that merges", 0
 
     def progress() -> str:
-        done = sum(map(_bytes_in, folder.absolute().parent.glob(".merge-*/merged")))
+        nonlocal done
+        # Files that share weights with others become smaller at the end.
+        done = max(done, sum(map(_bytes_in, folder.absolute().parent.glob(".merge-*/merged"))))
         return f"{step}: {binary_size(done)} of {binary_size(max(size, done))} written"
 
     with (

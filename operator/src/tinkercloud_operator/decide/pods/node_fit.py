@@ -53,7 +53,7 @@ def no_matching_node(resolved: ResolvedSpec, nodes: Sequence[Node]) -> str | Non
 
 def _description(request: PodRequest) -> str:
     wanted = request.resources
-    gpus = [f"{request.gpus} GPUs"] if request.gpus else []
+    gpus = ["1 GPU" if request.gpus == 1 else f"{request.gpus} GPUs"] if request.gpus else []
     others = [f"{resource.name} {resource.amount}" for resource in request.extended]
     parts = [f"cpu {wanted.cpu}", f"memory {wanted.memory}", *gpus, *others]
     return f"{request.component} pod ({', '.join(parts)})"
