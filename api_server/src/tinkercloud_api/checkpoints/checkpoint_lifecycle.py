@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import structlog
@@ -148,10 +149,24 @@ class Checkpoints:
             NotFound: the checkpoint does not exist for this principal.
             InvalidRequest: the manifest was written by a newer release, or is damaged.
         """
-        manifest, row = await self._unexpired(path)
+        try:
+            manifest, row = await self._unexpired(path)
+        except NotFound as error:
+            raise await self._with_others(path, principal, error) from None
         if row is None or not row.is_public:
             principal.require_read(await self._catalog.claim(manifest), f"checkpoint {path}")
         return manifest
+
+    async def _with_others(
+        self, path: CheckpointPath, principal: Principal, error: NotFound
+    ) -> NotFound:
+        """Return the error for a missing checkpoint, with those that have its name."""
+        found = []
+        for other in (replace(path, kind=kind) for kind in CheckpointKind if kind is not path.kind):
+            with suppress(NotFound):
+                principal.require_read(await self._catalog.checkpoint(other), "")
+                found.append(str(other))
+        return NotFound(f"{error.message}; there is {', '.join(found)}") if found else error
 
     async def manifest_of_grant(self, path: CheckpointPath) -> CheckpointManifest:
         """Return the manifest of a checkpoint for the holder of a signed URL.

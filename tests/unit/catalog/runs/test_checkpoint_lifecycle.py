@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -310,6 +310,22 @@ async def test_the_owner_can_delete_the_rest_of_an_interrupted_deletion(world: W
     assert await world.names() == await world.files() == set()
     with pytest.raises(NotFound):
         await world.checkpoints.delete(path("a"), ME)
+
+
+async def test_who_may_read_a_checkpoint_learns_of_it_by_a_path_of_another_kind(
+    world: World,
+) -> None:
+    await world.save("a")
+    await world.checkpoints.index.refresh(await world.catalog.unindexed_checkpoints(EVERYTHING))
+    wrong = replace(path("a"), kind=CheckpointKind.SAMPLER)
+
+    with pytest.raises(NotFound) as mine:
+        await world.checkpoints.manifest(wrong, ME)
+    with pytest.raises(NotFound) as yours:
+        await world.checkpoints.manifest(wrong, Principal(2, "key", "you", Role.USER))
+
+    assert mine.value.message.endswith(f"; there is {path('a')}")
+    assert str(path("a")) not in yours.value.message
 
 
 async def test_a_checkpoint_cannot_be_deleted_while_it_is_being_saved(
