@@ -30,6 +30,8 @@ PYTHON_FILES := $(wildcard pyproject.toml uv.lock */pyproject.toml)
 # wait for programs they have started, so that two workers suit even two cores. See docs/contribute/cluster-tests.md.
 WORKERS ?= $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),0,2)
 CLUSTER_PROGRAMS := $(if $(filter existing,$(TINKERCLOUD_TEST_CLUSTER)),kubectl ray-operator kwok kueue helm)
+# The bills of materials that are published with images of the Dockerfile.
+BILLS := $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,sbom)
 # Of `make test-fast`.
 BASE ?= main
 # Of `make histories`.
@@ -89,9 +91,8 @@ cluster-programs: .venv/.installed ## compile the programs of the test cluster, 
 cluster-images: cluster-programs ## build the images of the test cluster and load them (15 minutes and 30 GB the first time)
 	@PYTHONPATH=tests/support $(BIN)/python -m tinkercloud_testing.cluster.image_build.prepare
 
-test-cluster: cluster-images ## run the tests on a real Kubernetes (needs Linux and root)
-	@$(PYTEST) tests/cluster $(FAULT_TESTS:%=--ignore=tests/cluster/%) \
-	  $(patsubst %,--ignore=tests/cluster/%,$(E2E_TESTS) $(KILL_TESTS))
+test-cluster: cluster-images $(MODEL_FOLDER) $(BILLS) ## run the tests on a real Kubernetes, those of `make e2e` included (needs Linux and root)
+	@$(PYTEST) tests/cluster $(patsubst %,--ignore=tests/cluster/%,$(FAULT_TESTS) $(KILL_TESTS))
 
 test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, and at every write of journals (by hand; an hour)
 	@TINKERCLOUD_TEST_KILLS=100 TINKERCLOUD_TEST_STRIDE=1 $(PYTEST) tests/chaos/test_durable_runs.py tests/unit/journal
@@ -114,7 +115,7 @@ test-cluster-kills: cluster-images ## lose heads 30 times with their container, 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
-e2e: cluster-images $(MODEL_FOLDER) $(if $(TINKERCLOUD_TEST_ASSEMBLED_IMAGES),,sbom) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
+e2e: cluster-images $(MODEL_FOLDER) $(BILLS) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(PYTEST) $(E2E_TESTS:%=tests/cluster/%)
 
 release-check: export TINKERCLOUD_TEST_RELEASE = 1

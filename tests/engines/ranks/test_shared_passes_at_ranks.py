@@ -291,7 +291,9 @@ def test_a_replica_that_fails_leaves_all_gradients_as_they_were(ranked: RankedTr
 
 
 @pytest.mark.parametrize("kind", often(SHARDED, ["sharded"]), indirect=True, scope="module")
-@pytest.mark.parametrize("error", [MemoryError, InvalidRequest])
+@pytest.mark.parametrize(
+    "error", [MemoryError, pytest.param(InvalidRequest, marks=pytest.mark.long)]
+)
 def test_a_rank_that_fails_while_others_need_it_loses_the_group_at_once(
     ranked: RankedTrainer, error: type[Exception]
 ) -> None:
@@ -345,7 +347,14 @@ def test_examples_with_different_numbers_of_targets_share_no_pass(ranked: Ranked
     assert run(ranked, both).metrics["tokens:sum"] == 8
 
 
-@pytest.mark.parametrize("lost_in", ["shared_pass", "_part_of_shared_pass", None])
+@pytest.mark.parametrize(
+    "lost_in",
+    [
+        "shared_pass",
+        pytest.param("_part_of_shared_pass", marks=pytest.mark.long),
+        pytest.param(None, marks=pytest.mark.long),
+    ],
+)
 async def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before(
     ranked: RankedTrainer, thread: EngineThread, lost_in: str | None
 ) -> None:
@@ -369,7 +378,7 @@ async def test_a_rank_lost_in_a_shared_pass_costs_only_the_gradients_from_before
     assert run(ranked, items[0]).metrics == run(ranked, same_alone(items)[0]).metrics
 
 
-@pytest.mark.parametrize("method", ["sum_gradients", "optim_steps"])
+@pytest.mark.parametrize("method", often(["sum_gradients", "optim_steps"], ["optim_steps"]))
 def test_a_lost_rank_costs_all_models_their_step_and_nothing_else(
     ranked: RankedTrainer, method: str
 ) -> None:

@@ -64,7 +64,7 @@ SHAPES: dict[str, Shape] = {
     "mixture pp2 ep2": ("mixture", 1, 2, 1, 2, 4),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
-OFTEN = ("pp2", "tp2 cp2", "mixture ep2 dp4")
+OFTEN = ("tp2 cp2", "mixture ep2 dp4")
 """The shapes that CI tries; `make test-long` tries the others."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""

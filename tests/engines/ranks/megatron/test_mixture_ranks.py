@@ -52,7 +52,7 @@ SHAPES: dict[str, Shape] = {
     "deepseek cp2 ep2": ("deepseek", 1, 1, 2, 2, 2),
     "deepseek tp2 ep2": ("deepseek", 2, 1, 1, 2, 4),
 }
-OFTEN = ("tp2 ep2", "deepseek cp2 ep2")
+OFTEN = ("tp2 ep2",)
 """The shapes that CI tries; `make test-long` tries the others."""
 KEPT = {2: None, 4: 0}
 """By ranks: four compute their layers again in the backward pass."""
