@@ -115,6 +115,7 @@ test-cluster-kills: cluster-images ## lose heads 30 times with their container, 
 test-faults: cluster-programs ## by hand, before a change of the operator: fail the API server, kill the operator at every write, create 200 sessions
 	@$(BIN)/pytest $(FAULT_TESTS:%=tests/cluster/%)
 
+e2e: export TINKERCLOUD_TEST_LONG = 1
 e2e: cluster-images $(MODEL_FOLDER) $(BILLS) ## install, train (in trainer pods and a pool too), upgrade, resume and uninstall on a real Kubernetes
 	@$(PYTEST) $(E2E_TESTS:%=tests/cluster/%)
 

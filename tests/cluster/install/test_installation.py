@@ -343,6 +343,7 @@ def test_rlve_runs_in_a_job_that_create_model_started(installation: Installation
     installation.delete_session(name)
 
 
+@pytest.mark.long
 def test_a_declared_session_runs_a_recipe_of_the_cookbook(installation: Installation) -> None:
     secret = a_secret("research-key", installation.namespace, {"apiKey": installation.key})
     session = a_session(
