@@ -468,7 +468,13 @@ def delete_session(
 @app.command()
 def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
     """Check whether this machine is ready to serve, and suggest fixes for problems."""
-    with waiting("checking this machine"):
+    rows: list[dict[str, str]] = []
+
+    def progress() -> str:
+        last = f", the last: {rows[-1]['check']}" if rows else ""
+        return f"checking this machine ({len(rows)} checks done{last})"
+
+    with waiting(progress):
         import structlog
 
         from tinkercloud_api.admin.doctor import examine
@@ -477,11 +483,16 @@ def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
 
         # What it would log is a result of the check.
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+        async def check() -> None:
+            async for result in examine(load_settings(state_dir=state_dir)):
+                row = result.as_row()
+                rows.append(row)
+
         try:
-            results = asyncio.run(examine(load_settings(state_dir=state_dir)))
+            asyncio.run(check())
         except InvalidSettingsError as error:
-            results = [CheckResult("settings", is_good=False, detail=str(error))]
-    rows = [result.as_row() for result in results]
+            rows.append(CheckResult("settings", is_good=False, detail=str(error)).as_row())
     show(rows, ["check", "result", "detail"], as_json=as_json)
-    if any(not result.is_good for result in results):
+    if any(row["result"] == "FAILED" for row in rows):
         raise typer.Exit(1)

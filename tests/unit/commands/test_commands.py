@@ -305,7 +305,7 @@ def test_the_doctor_says_what_it_does_before_it_loads_its_checks() -> None:
 import sys, tinkercloud_api.cli as cli
 
 def waiting(what):
-    sys.exit(f"{what}: {'tinkercloud_api.admin.doctor' in sys.modules}")
+    sys.exit(f"{what()}: {'tinkercloud_api.admin.doctor' in sys.modules}")
 
 cli.waiting = waiting
 cli.app(["doctor"])
@@ -314,7 +314,7 @@ cli.app(["doctor"])
 
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
-    assert said == "checking this machine: False\n"
+    assert said == "checking this machine (0 checks done): False\n"
 
 
 def test_entries_of_the_audit_log_without_a_status_are_listed(

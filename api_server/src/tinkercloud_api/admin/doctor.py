@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -34,22 +35,31 @@ from tinkercloud_protocol.wire import routes
 from tinkercloud_protocol.wire.errors import Unavailable
 
 
-async def examine(settings: Settings) -> list[CheckResult]:
-    """Run all checks. They create the state folder if it is missing, and change nothing else."""
+async def examine(settings: Settings) -> AsyncIterator[CheckResult]:
+    """Yield the results of all checks.
+
+    They create the state folder if it is missing, and change nothing else.
+    """
     settings = _with_served_models(settings)
     on_cluster = settings.provider == "kubernetes"
-    findings = [_state_dir(settings), _disk(settings)]
-    findings += [machine_checks.disk_speed(settings.state_dir), machine_checks.packages()]
-    findings += await machine_checks.clock(settings)
-    findings.append(await _cluster(settings) if on_cluster else _worker(settings))
-    findings.append(await _catalog(settings))
-    findings.append(await _checkpoints(settings))
+    yield _state_dir(settings)
+    yield _disk(settings)
+    yield machine_checks.disk_speed(settings.state_dir)
+    yield machine_checks.packages()
+    for result in await machine_checks.clock(settings):
+        yield result
+    yield await _cluster(settings) if on_cluster else _worker(settings)
+    yield await _catalog(settings)
+    yield await _checkpoints(settings)
     if not on_cluster:
-        findings += [_kept(settings), _heads(settings), await _durability(settings)]
-        findings += await machine_checks.device(settings)
-    findings += [_model(name, where) for name, where in settings.models.items()]
-    findings.append(await _server(settings))
-    return findings
+        yield _kept(settings)
+        yield _heads(settings)
+        yield await _durability(settings)
+        for result in await machine_checks.device(settings):
+            yield result
+    for name, where in settings.models.items():
+        yield _model(name, where)
+    yield await _server(settings)
 
 
 def _with_served_models(settings: Settings) -> Settings:

@@ -5,13 +5,14 @@ import getpass
 import os
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from tinkercloud_api.commands.common.progress import waiting
 from tinkercloud_api.commands.common.shared import fail, read_settings
 
 if TYPE_CHECKING:
@@ -183,37 +184,41 @@ def _reading(state_dir: Path | None, work: Callable[["Catalog", "AuditLog"], Awa
 
 
 def _with_catalog(settings: "Settings", work: Callable[["Catalog", "AuditLog"], Awaitable[T]]) -> T:
-    from sqlalchemy.exc import DBAPIError
+    with ExitStack() as opening:
+        # Importing takes seconds on a busy machine.
+        opening.enter_context(waiting("opening the catalog"))
+        from sqlalchemy.exc import DBAPIError
 
-    from tinkercloud_api.catalog.access.audit_log import AuditLog
-    from tinkercloud_api.catalog.schema.connection import (
-        CatalogUnreachableError,
-        described,
-        migrate,
-        open_database,
-    )
-    from tinkercloud_api.catalog.store import Catalog
-    from tinkercloud_api.config.state_folder import StateFolderError
-    from tinkercloud_protocol.wire.errors import Unavailable
+        from tinkercloud_api.catalog.access.audit_log import AuditLog
+        from tinkercloud_api.catalog.schema.connection import (
+            CatalogUnreachableError,
+            described,
+            migrate,
+            open_database,
+        )
+        from tinkercloud_api.catalog.store import Catalog
+        from tinkercloud_api.config.state_folder import StateFolderError
+        from tinkercloud_protocol.wire.errors import Unavailable
 
-    async def run() -> T:
-        engine = open_database(settings.catalog_url)
-        await migrate(engine)
-        catalog = Catalog(engine)
+        async def run() -> T:
+            engine = open_database(settings.catalog_url)
+            await migrate(engine)
+            catalog = Catalog(engine)
+            opening.close()
+            try:
+                return await work(catalog, AuditLog(engine))
+            finally:
+                await catalog.close()
+
         try:
-            return await work(catalog, AuditLog(engine))
-        finally:
-            await catalog.close()
-
-    try:
-        whose = _whose_catalog(settings)
-        result = asyncio.run(run())
-    except (CatalogUnreachableError, StateFolderError) as error:
-        fail(str(error))
-    except Unavailable as error:
-        if not isinstance(error.__cause__, DBAPIError):
-            raise
-        fail(f"the catalog can't be read or written ({described(error.__cause__)})")
+            whose = _whose_catalog(settings)
+            result = asyncio.run(run())
+        except (CatalogUnreachableError, StateFolderError) as error:
+            fail(str(error))
+        except Unavailable as error:
+            if not isinstance(error.__cause__, DBAPIError):
+                raise
+            fail(f"the catalog can't be read or written ({described(error.__cause__)})")
     typer.echo(whose, err=True)
     return result
 

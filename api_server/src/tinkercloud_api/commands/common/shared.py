@@ -148,7 +148,10 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     longest_word = max((len(word) for row in cells for word in row[-1].split()), default=0) + 2
     folded = min(widths[-1], max(_FOLDED_WIDTH, longest_word))
     needed = sum(widths[:-1]) + (folded if sys.stdout.isatty() else widths[-1])
-    Console(width=max(Console().width, needed)).print(table)
+    console = Console(width=max(Console().width, needed))
+    with console.capture() as drawn:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in drawn.get().splitlines()))
     note_output()
 
 
