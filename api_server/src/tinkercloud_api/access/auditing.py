@@ -87,18 +87,22 @@ class Auditing:
 
         return send_recorded
 
-    async def record_login(self, key: ApiKey, groups: Iterable[str], address: str) -> None:
+    async def record_login(
+        self, key: ApiKey, ended: Iterable[ApiKey], groups: Iterable[str], address: str
+    ) -> None:
         """Record that a login has issued a key.
 
         Args:
             key: the key.
+            ended: earlier keys that it has ended.
             groups: the groups of its owner from now on, which can be members of projects.
             address: address of the client.
 
         Raises:
             Unavailable: the entry could not be written.
         """
-        objects = [f"key {key.id}", *(GROUP + name for name in sorted(groups))]
+        objects = [f"key {each.id}" for each in (key, *ended)]
+        objects += [GROUP + name for name in sorted(groups)]
         details = {"key_name": key.name, "role": key.role, "objects": objects}
         details |= _at_callback(address)
         await self.entries.begin(key.owner, key.id, "key_login", details)

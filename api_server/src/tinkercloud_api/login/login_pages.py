@@ -113,7 +113,7 @@ def application(
             await logins.end_keys(outcome.owner)
             return _ended(outcome.owner)
         key, row = outcome.issued
-        await auditing.record_login(row, outcome.groups, address)
+        await auditing.record_login(row, outcome.ended, outcome.groups, address)
         if outcome.purpose is Purpose.KEY:
             return _issued(key, row)
         opening = await browsers.with_key(key, address)

@@ -10,7 +10,7 @@ issuer are accepted, who may log in, and which owner an account is.
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
@@ -77,6 +77,8 @@ class Outcome:
     """A new key, and its row; None for a logout."""
     groups: frozenset[str] = frozenset()
     """The groups of the account that can be members of projects; none for a logout."""
+    ended: Sequence[ApiKey] = ()
+    """Earlier keys that the new one has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +244,8 @@ class Logins:
             return Outcome(purpose, await self._owner(subject_of(claims, self._settings)), None)
         name = LoginKey.CONSOLE if purpose is Purpose.CONSOLE else LoginKey.SHOWN
         identity = identify(claims, self._settings)
-        key, row = await self._issue(identity, name, now())
-        return Outcome(purpose, row.owner, (key, row), identity.groups)
+        key, row, ended = await self._issue(identity, name, now())
+        return Outcome(purpose, row.owner, (key, row), identity.groups, ended)
 
     async def end_keys(self, owner: str) -> None:
         """Revoke all keys from logins of an owner, for the next request of all servers."""
@@ -286,10 +288,10 @@ class Logins:
 
     async def _issue(
         self, identity: Identity, name: LoginKey, moment: datetime
-    ) -> tuple[str, ApiKey]:
+    ) -> tuple[str, ApiKey, Sequence[ApiKey]]:
         key = new_key()
         weaker = [role for role in Role if least(role, identity.role) is role]
-        row = await self._catalog.log_in(
+        row, ended = await self._catalog.log_in(
             Login(
                 subject=identity.subject,
                 name=identity.name,
@@ -302,7 +304,7 @@ class Logins:
             )
         )
         log.info("logged in", owner=row.owner, key_id=row.id, role=row.role)
-        return key, row
+        return key, row, ended
 
     def _claims(self) -> dict[str, Any]:
         """Return what the claims of an ID token must be."""

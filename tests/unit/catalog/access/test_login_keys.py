@@ -1,6 +1,6 @@
 """Keys from logins in the catalog: how many an owner has, and what ends them."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -32,8 +32,10 @@ async def log_in(
     name: str = "ann",
     role: Role = Role.USER,
     key_name: LoginKey = LoginKey.SHOWN,
+    ended: Sequence[str] = (),
 ) -> ApiKey:
-    return await catalog.log_in(
+    """Log in, and check which earlier keys that has ended."""
+    key, earlier = await catalog.log_in(
         Login(
             subject=subject,
             name=name,
@@ -45,6 +47,8 @@ async def log_in(
             expires_at=now() + timedelta(days=30),
         )
     )
+    assert [each.key_hash for each in earlier] == list(ended)
+    return key
 
 
 async def valid(catalog: Catalog, owner: str = "ann") -> list[str]:
@@ -55,7 +59,7 @@ async def test_the_oldest_key_ends_when_there_is_one_more_than_ten(catalog: Cata
     await catalog.add_key(key_hash="made", name="ci", owner="ann", role="user")
     await catalog.add_user("ann", None)
     for number in range(MAX_LOGIN_KEYS + 1):
-        await log_in(catalog, number)
+        await log_in(catalog, number, ended=["issuer|1-0"] if number == MAX_LOGIN_KEYS else [])
 
     kept = [f"issuer|1-{number}" for number in range(1, MAX_LOGIN_KEYS + 1)]
     assert await valid(catalog) == ["made", *kept]
@@ -64,7 +68,8 @@ async def test_the_oldest_key_ends_when_there_is_one_more_than_ten(catalog: Cata
 async def test_logins_of_the_console_end_no_key_that_was_shown(catalog: Catalog) -> None:
     shown = await log_in(catalog, 0)
     for number in range(1, MAX_LOGIN_KEYS + 2):
-        await log_in(catalog, number, key_name=LoginKey.CONSOLE)
+        ended = ["issuer|1-1"] if number > MAX_LOGIN_KEYS else []
+        await log_in(catalog, number, key_name=LoginKey.CONSOLE, ended=ended)
 
     kept = [f"issuer|1-{number}" for number in range(2, MAX_LOGIN_KEYS + 2)]
     assert await valid(catalog) == [shown.key_hash, *kept]
@@ -72,7 +77,9 @@ async def test_logins_of_the_console_end_no_key_that_was_shown(catalog: Catalog)
 
 async def test_keys_with_more_rights_than_the_account_has_now_end(catalog: Catalog) -> None:
     first = await log_in(catalog, 1)
-    second = await log_in(catalog, 2, role=Role.READ_ONLY, key_name=LoginKey.CONSOLE)
+    second = await log_in(
+        catalog, 2, role=Role.READ_ONLY, key_name=LoginKey.CONSOLE, ended=[first.key_hash]
+    )
     third = await log_in(catalog, 3)
 
     assert [row.role for row in (first, second, third)] == ["user", "read-only", "user"]

@@ -129,8 +129,11 @@ class UserStatements(Statements):
         """
         return await self._change_user(name, by, disabled_at=disabled_at)
 
-    async def log_in(self, login: Login) -> ApiKey:
+    async def log_in(self, login: Login) -> tuple[ApiKey, Sequence[ApiKey]]:
         """Add a key for an account, and link the account to an owner the first time.
+
+        Returns:
+            The new key, and earlier ones that it has ended.
 
         Raises:
             Forbidden: the owner is disabled, or belongs to another account or to nobody's.
@@ -160,10 +163,10 @@ class UserStatements(Statements):
             )
             keys = (await db.scalars(earlier.order_by(ApiKey.id.desc()))).all()
             surplus = [key for key in keys if key.name == login.key_name][MAX_LOGIN_KEYS - 1 :]
-            for key in keys:
-                if key in surplus or key.role not in login.kept_roles:
-                    key.revoked_at = now()
-        return row
+            ended = [key for key in keys if key in surplus or key.role not in login.kept_roles]
+            for key in ended:
+                key.revoked_at = now()
+        return row, ended
 
     async def owner_of(self, subject: str) -> str | None:
         """Return the owner as whom an account logs in; None if it has never logged in."""
