@@ -45,6 +45,7 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
         training = client.create_lora_training_client(MODEL, rank=4).result()
         step(training)
         path = training.save_state("kept").result().path
+        copied = client.copy_weights(path).result()
     own_server.rest(ann).delete_checkpoint_from_tinker_path(path).result()
     run, _, name = path.removeprefix("tinker://").partition("/")
     stolen = own_server.request(
@@ -63,6 +64,7 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
     assert made["model_create"] == made["checkpoint_write"] == [training.model_id]
     assert made["session_create"] == [training.holder.get_session_id()]
     assert made["checkpoint_delete"] == [path]
+    assert made["checkpoint_copy"] == [copied]
     attempts = [
         (entry.event_details["owner"], entry.event_details["status"])
         for entry in everyone.entries
@@ -206,6 +208,7 @@ def test_a_read_only_key_reads_and_changes_nothing(own_server: Server) -> None:
     assert refused == [403] * 5
     assert deleted.status == 403
     assert "is read-only" in deleted.detail
+    assert "tinkercloud users set-role carol none" in deleted.detail
 
 
 def test_an_access_token_stands_for_its_key(own_server: Server) -> None:
