@@ -15,7 +15,7 @@ from tinkercloud_api.routes.account import session_usage
 from tinkercloud_protocol.responses.listings import SessionStatus
 from tinkercloud_protocol.wire.json_model import Storable
 
-_PAGE = 50
+_PAGE = 20
 """Sessions of a page."""
 _RUNS = 10
 """Runs that the page shows of a session."""

@@ -47,4 +47,4 @@ async def test_no_row_of_a_month_is_missing_however_many_owners_there_are(tmp_pa
     assert answer.status_code == 200, answer.text
     assert len(answer.json()["usage"]) == OWNERS
     assert answer.json()["total"] == OWNERS
-    assert page.text.count(f"the first 1000 of {OWNERS}") == 2
+    assert page.text.count(f"the first 200 of {OWNERS}") == 2
