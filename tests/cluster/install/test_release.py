@@ -34,7 +34,7 @@ from tinkercloud_testing.cluster.installation import (
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.nodes.node import RealNode
 from tinkercloud_testing.cluster.nodes.node_config import REGISTRY
-from tinkercloud_testing.cluster.releases import Release, a_registry, previous_tree, publish
+from tinkercloud_testing.cluster.releases import Release, a_registry, publish, tree_of
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import ROOT
 from tinkercloud_testing.small_models.models import save, tiny_llama
@@ -68,7 +68,7 @@ def releases(own_node: RealNode, tmp_path_factory: pytest.TempPathFactory) -> It
     """Publish the service of the previous commit, and everything of this one."""
     folder = tmp_path_factory.mktemp("registry")
     own_node.load(*[program_image(name) for name in TARGETS])
-    tree = previous_tree(folder)
+    tree = tree_of("HEAD~1", folder / "previous")
     subprocess.run([tree / "tools/images/build.sh", *SERVICE], cwd=tree, check=True)
     (tree / ".venv").symlink_to(ROOT / ".venv")
     (tree / ".uv").symlink_to(ROOT / ".uv")

@@ -4,7 +4,6 @@ By hand: `TINKERCLOUD_TEST_PREVIOUS` names the earlier commit.
 """
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,23 +22,15 @@ from tinkercloud_testing.cluster.controllers.training_sessions import (
     a_base_model,
     a_volume,
 )
-from tinkercloud_testing.cluster.image_build.programs import ROOT, system_tool
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.kube_api.kwok import KwokNodes
+from tinkercloud_testing.cluster.releases import tree_of
 from tinkercloud_testing.cluster.worlds import PATIENCE
 
 PREVIOUS = os.environ.get("TINKERCLOUD_TEST_PREVIOUS")
 KINDS = "rayclusters,pods,services,secrets,networkpolicies,poddisruptionbudgets"
 
 pytestmark = pytest.mark.skipif(PREVIOUS is None, reason="needs TINKERCLOUD_TEST_PREVIOUS")
-
-
-def tree_of(commit: str, folder: Path) -> Path:
-    """Check out a commit, and return its folder."""
-    git = system_tool("git")
-    subprocess.run([git, "clone", "--quiet", "--no-checkout", ROOT, folder], check=True)
-    subprocess.run([git, "checkout", "--quiet", commit], cwd=folder, check=True)
-    return folder
 
 
 def of_tree(operator: RunningOperator, tree: Path) -> RunningOperator:

@@ -40,15 +40,20 @@ class Release:
         return self.images[TARGETS[name]]
 
 
-UNPUBLISHED = Release(
-    {target: f"tinkercloud.test/{name}:test" for name, target in TARGETS.items()},
-    {chart.name: [str(chart)] for chart in (CHART, CRD_CHART)},
-    {
-        "apiServer": {"image": {"repository": "tinkercloud.test/api-server", "tag": "test"}},
-        "operator": {"image": {"repository": "tinkercloud.test/operator", "tag": "test"}},
-    },
-)
-"""The charts of this tree, and images that a test loads onto nodes."""
+def unpublished(tag: str, *charts: Path) -> Release:
+    """Return charts of a tree, and images with a tag that a test loads onto nodes."""
+    return Release(
+        {target: f"tinkercloud.test/{name}:{tag}" for name, target in TARGETS.items()},
+        {chart.name: [str(chart)] for chart in charts},
+        {
+            "apiServer": {"image": {"repository": "tinkercloud.test/api-server", "tag": tag}},
+            "operator": {"image": {"repository": "tinkercloud.test/operator", "tag": tag}},
+        },
+    )
+
+
+UNPUBLISHED = unpublished("test", CHART, CRD_CHART)
+"""The release of this tree."""
 
 
 @contextlib.contextmanager
@@ -87,11 +92,11 @@ def publish(tree: Path, *options: str) -> Release:
     return Release(found["images"], charts)
 
 
-def previous_tree(folder: Path) -> Path:
-    """Check out the commit before the current one, and return its folder."""
-    tree = folder / "previous"
-    subprocess.run([system_tool("git"), "clone", "--quiet", ROOT, tree], check=True)
-    subprocess.run([system_tool("git"), "checkout", "--quiet", "HEAD~1"], cwd=tree, check=True)
+def tree_of(commit: str, tree: Path) -> Path:
+    """Check out a commit in a new folder, and return it."""
+    git = system_tool("git")
+    subprocess.run([git, "clone", "--quiet", "--no-checkout", ROOT, tree], check=True)
+    subprocess.run([git, "checkout", "--quiet", commit], cwd=tree, check=True)
     return tree
 
 

@@ -62,11 +62,13 @@ _GPU_COMPILERS = frozenset({"triton"})
 _BASE_CLUTTER = ("var/cache/apt", "var/lib/apt/lists", "usr/share/doc", "usr/share/man")
 
 
-def assembled_image(name: str) -> Image:
-    """Return the image of one of our programs, `tinkercloud.test/<name>:test`.
+def assembled_image(name: str, tree: Path = ROOT, tag: str = "test") -> Image:
+    """Return the image of one of our programs, `tinkercloud.test/<name>:<tag>`.
 
     Args:
         name: A key of `PROGRAMS`.
+        tree: The working tree whose packages it gets; all else is of this machine's environment.
+        tag: Its tag.
     """
     package, imported = PROGRAMS[name]
     layers, present = [_base(), _interpreter()], dict[str, Distribution]()
@@ -76,8 +78,8 @@ def assembled_image(name: str) -> Image:
         layers.append(_libraries({key: needed[key] for key in needed if key not in present}))
         present |= needed
     return Image(
-        f"tinkercloud.test/{name}:test",
-        [*layers, _commands(_closure(imported[-1])), _sources()],
+        f"tinkercloud.test/{name}:{tag}",
+        [*layers, _commands(_closure(imported[-1])), _sources(tree)],
         {
             "User": f"{USER}:{USER}",
             "Entrypoint": [f"{_VENV}/bin/python", "-m", package],
@@ -240,14 +242,14 @@ def _loaded_without_gpu() -> frozenset[str]:
 
 
 @functools.cache
-def _sources() -> Layer:
-    """Return the layer with our own packages from the working tree."""
-    packages = sorted(ROOT.glob("*/src/tinkercloud_*"))
+def _sources(tree: Path) -> Layer:
+    """Return the layer with our own packages from a working tree."""
+    packages = sorted(tree.glob("*/src/tinkercloud_*"))
     files = [path for package in packages for path in sorted(package.rglob("*")) if path.is_file()]
     content = hashlib.sha256()
     for path in files:
         if "__pycache__" not in path.parts:
-            content.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+            content.update(f"{path.relative_to(tree)}\n".encode() + path.read_bytes())
 
     def fill(tar: tarfile.TarFile) -> None:
         for package in packages:
