@@ -94,6 +94,7 @@ cluster-images: cluster-programs ## build the images of the test cluster and loa
 test-cluster: cluster-images $(MODEL_FOLDER) $(BILLS) ## run the tests on a real Kubernetes, those of `make e2e` included (needs Linux and root)
 	@$(PYTEST) tests/cluster $(patsubst %,--ignore=tests/cluster/%,$(FAULT_TESTS) $(KILL_TESTS))
 
+test-kills: export TINKERCLOUD_TEST_LONG = 1
 test-kills: test-tools ## kill heads at 100 seeded moments of a training loop, and at every write of journals (by hand; an hour)
 	@TINKERCLOUD_TEST_KILLS=100 TINKERCLOUD_TEST_STRIDE=1 $(PYTEST) tests/chaos/test_durable_runs.py tests/unit/journal
 
@@ -102,7 +103,7 @@ test-outages: test-tools ## fail disks for a minute and the checkpoint store for
 	  tests/chaos/test_outages.py
 
 test-long: export TINKERCLOUD_TEST_LONG = 1
-test-long: test-tools cluster-images ## run the long tests that the others leave out (by hand; needs Linux and root; downloads vLLM once)
+test-long: test-tools cluster-images $(BILLS) ## run the long tests that the others leave out (by hand; needs Linux and root; downloads vLLM once)
 	@$(PYTEST) -m long tests/chaos tests/conformance tests/unit tests/cluster
 	@$(BIN)/pytest -m long tests/engines
 	@$(BIN)/pytest $(TRAINER_TESTS) tests/conformance/training/test_suspension.py::test_a_pending_gradient_survives_a_restart --trainer torch-2 --trainer megatron-tp2

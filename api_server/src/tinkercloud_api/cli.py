@@ -472,7 +472,7 @@ def doctor(state_dir: StateDir = None, *, as_json: Json = False) -> None:
 
     def progress() -> str:
         last = f", the last: {rows[-1]['check']}" if rows else ""
-        return f"checking this machine ({len(rows)} checks done{last})"
+        return f"checking this machine (checks done: {len(rows)}{last})"
 
     with waiting(progress):
         import structlog

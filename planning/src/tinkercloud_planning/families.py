@@ -22,14 +22,14 @@ _NORMS = 2
 _GEMMA3_NORMS = 4
 """The same for Gemma 3: one before and one after each of attention and MLP."""
 _SOME = 64
-"""A value that all sizes of a model may have."""
+"""A value that most sizes of a model may have."""
 
 
 def read(config: Config) -> Architecture:
     """Return the architecture that a `config.json` describes.
 
     Raises:
-        MissingFields: some fields are missing; all of them are named.
+        MissingFields: some fields are missing; those that can be found at once are named.
         UnknownArchitecture: its model type is not one of `model_types`, a field has a value that
             can't be, or it says what no trainer or no engine computes.
     """
@@ -40,7 +40,10 @@ def read(config: Config) -> Architecture:
 
 
 def _missing(config: Config, found: MissingFields) -> list[str]:
-    """Return the names of all missing fields: each is given a value until no other is missing."""
+    """Return the names of missing fields: each gets a value until no other is found.
+
+    The search ends early where that value contradicts others of the configuration.
+    """
     names: list[str] = []
     while not set(found.names) <= set(names):
         names += found.names

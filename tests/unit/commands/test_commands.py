@@ -314,7 +314,7 @@ cli.app(["doctor"])
 
     said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
 
-    assert said == "checking this machine (0 checks done): False\n"
+    assert said == "checking this machine (checks done: 0): False\n"
 
 
 def test_entries_of_the_audit_log_without_a_status_are_listed(

@@ -15,7 +15,7 @@ from tinkercloud_testing.serving.bare_heads import a_head
 from tinkercloud_worker.head.order.requests import receive_json
 from tinkercloud_worker.head.serve.service import HeadService
 
-REASON = "waiting for its turn to compute: {} requests with {} tokens run before it"
+REASON = "waiting for its turn to compute; requests before it: {} ({} tokens)"
 
 
 async def a_model(service: HeadService, owner: str, index: int) -> str:

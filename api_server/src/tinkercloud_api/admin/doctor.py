@@ -247,9 +247,11 @@ async def _server(settings: Settings) -> CheckResult:
     if server is None:
         detail = "no server runs here (if yours uses another folder: --state-dir)"
         try:
-            bind(settings.host, settings.port).close()
+            if settings.provider == "local":
+                bind(settings.host, settings.port).close()
         except PortTakenError as error:
-            return CheckResult("server", is_good=False, detail=f"{detail}, but it {error}")
+            remedy = "if a server of yours has the port, name its folder with --state-dir"
+            return CheckResult("server", is_good=False, detail=str(error), remedy=remedy)
         return CheckResult("server", is_good=True, detail=detail)
     url = f"{server.url}/healthz"
     try:

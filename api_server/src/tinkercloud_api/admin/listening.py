@@ -1,4 +1,4 @@
-"""The socket on which the API server listens."""
+"""Sockets on which the API server listens."""
 
 import errno
 import socket

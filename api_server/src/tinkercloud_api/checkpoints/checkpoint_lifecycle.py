@@ -161,11 +161,12 @@ class Checkpoints:
         self, path: CheckpointPath, principal: Principal, error: NotFound
     ) -> NotFound:
         """Return the error for a missing checkpoint, with those that have its name."""
-        found = []
+        found, moment = [], datetime.now(UTC)
         for other in (replace(path, kind=kind) for kind in CheckpointKind if kind is not path.kind):
             with suppress(NotFound):
-                principal.require_read(await self._catalog.checkpoint(other), "")
-                found.append(str(other))
+                row = principal.require_read(await self._catalog.checkpoint(other), "")
+                if row.damage is None and (row.expires_at is None or row.expires_at > moment):
+                    found.append(str(other))
         return NotFound(f"{error.message}; there is {', '.join(found)}") if found else error
 
     async def manifest_of_grant(self, path: CheckpointPath) -> CheckpointManifest:

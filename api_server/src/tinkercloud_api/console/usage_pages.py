@@ -35,7 +35,9 @@ async def show_usage(
     caller, scope = session.caller, _SCOPE
     of_month = await usage_routes.show_month(server, caller, chosen, access_scope=scope)
     of_days = await usage_routes.show_month(server, caller, chosen, "day", access_scope=scope)
-    found = await usage_routes.show_usage(server, caller, limit=_ROWS, offset=0, access_scope=scope)
+    found = await usage_routes.show_usage(
+        server, caller, limit=_ROWS + 1, offset=0, access_scope=scope
+    )
     first = date.fromisoformat(f"{chosen}-01")
     return await show(
         "usage.html",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
@@ -106,15 +107,8 @@ class Runs:
         path = None
         if endpoint is not None:
             # Of a run whose state is lost, its checkpoints are left.
-            try:
+            with suppress(StateLost):
                 path = await self._save_last(run_id, endpoint, limit)
-            except StateLost:
-                pass
-            except InvalidRequest as error:
-                raise InvalidRequest(
-                    f"{error.message}. The run continues; to free its memory without a checkpoint,"
-                    " suspend it (`tinkercloud runs stop --suspend`)"
-                ) from None
         await self.training_runs.unload(run_id, stopped_by)
         return path
 
@@ -133,7 +127,13 @@ class Runs:
         if row is None:
             return None
         if not any(_LAST in each.tinker_path for each in await checkpoints.of_run(run_id)):
-            await checkpoints.check_room(row.owner, 1, limit)
+            try:
+                await checkpoints.check_room(row.owner, 1, limit)
+            except InvalidRequest as error:
+                raise InvalidRequest(
+                    f"{error.message}. To free the memory of the run without a checkpoint, suspend"
+                    f" it: tinkercloud runs stop {run_id} --suspend"
+                ) from None
         target = f"{routes.HEAD_CHECKPOINT}/{run_id}"
         saved = Saved.model_validate_json(
             await self.states.locator.calls.post(endpoint, target, "", _SAVE_SECONDS)

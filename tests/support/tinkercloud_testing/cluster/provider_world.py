@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ class Head:
     port: int = field(default_factory=free_port)
     token: str = field(default_factory=secrets.token_hex)
     model_name: str = MODEL
-    process: WarmProcess | None = None
+    process: subprocess.Popen[bytes] | WarmProcess | None = None
     durability_level: DurabilityLevel = "none"
 
     @property
@@ -92,14 +93,12 @@ class Head:
             durability=DurabilityConfig(level=level),
         )
         (self.folder / "head.json").write_text(config.model_dump_json(exclude_defaults=True))
-        assert Server.warm_python is not None
         with (self.folder / "head.log").open("ab") as log:
-            self.process = WarmProcess(
-                Server.warm_python,
+            self.process = Server.launched(
                 "tinkercloud_worker",
                 [str(self.folder / "head.json")],
-                os.environ,
-                {1: log.fileno(), 2: log.fileno()},
+                {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+                log.fileno(),
             )
         wait_until(self.is_ready, "head")
 

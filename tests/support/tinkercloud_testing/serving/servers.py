@@ -10,7 +10,7 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -98,20 +98,29 @@ class Server:
         self.state_dir.mkdir(parents=True, exist_ok=True)
         arguments = [f"--model={name}={path}" for name, path in self.models.items()]
         with (self.state_dir / "server.log").open("ab") as log:
-            self.process = process = self._launched(["serve", *arguments], log.fileno())
+            self.process = process = self.launched(
+                PROGRAM, ["serve", *arguments], self.environment(), log.fileno()
+            )
         wait_until(lambda: self.is_healthy() or process.poll() is not None, "the server")
         assert process.poll() is None, self.log
 
-    def _launched(self, arguments: list[str], log: int) -> subprocess.Popen[bytes] | WarmProcess:
-        if self.warm_python is not None:
+    @classmethod
+    def launched(
+        cls, module: str, arguments: Sequence[str], environment: Mapping[str, str], log: int
+    ) -> subprocess.Popen[bytes] | WarmProcess:
+        """Start a module, in a fork of the warm Python if there is one.
+
+        Args:
+            module: The module of a server or a head.
+            arguments: Its arguments.
+            environment: Its whole environment.
+            log: The open file of its output.
+        """
+        if cls.warm_python is not None:
             files = {1: log, 2: log}
-            return WarmProcess(self.warm_python, PROGRAM, arguments, self.environment(), files)
-        return subprocess.Popen(
-            [sys.executable, "-m", PROGRAM, *arguments],
-            stdout=log,
-            stderr=log,
-            env=self.environment(),
-        )
+            return WarmProcess(cls.warm_python, module, arguments, environment, files)
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def environment(self) -> dict[str, str]:
         """Return the environment of its commands."""

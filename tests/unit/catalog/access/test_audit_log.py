@@ -72,14 +72,15 @@ async def test_limits_and_groups_that_change_are_named(engine: AsyncEngine, tmp_
         settings = Settings(state_dir=tmp_path, max_checkpoint_bytes_per_owner=limit)
         await server_acts.record_settings(log, settings)
     key = ApiKey(id=7, name="login", owner="ann", role="user")
-    await Auditing(log, days=1).record_login(key, {"vision", "platform"}, "127.0.0.1")
+    ended = [ApiKey(id=3, name="login", owner="ann", role="user")]
+    await Auditing(log, days=1).record_login(key, ended, {"vision", "platform"}, "127.0.0.1")
 
     *limits, login = [row.entry.details for row in await listed(log)]
 
     name = "max_checkpoint_bytes_per_owner"
     assert [each["value"] for each in limits] == [{name: 5}, {name: 7}, {}]
     assert {tuple(each["objects"]) for each in limits} == {(f"setting {name}",)}
-    assert login["objects"] == ["key 7", "group:platform", "group:vision"]
+    assert login["objects"] == ["key 7", "key 3", "group:platform", "group:vision"]
 
 
 async def test_writers_of_many_servers_make_one_chain(

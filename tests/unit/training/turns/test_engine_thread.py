@@ -369,7 +369,7 @@ async def test_what_waits_says_how_much_runs_before_it(thread: EngineThread) -> 
     )
 
     assert reasons == [
-        "waiting for its turn to compute: 1 request with 3 tokens run before it",
+        "waiting for its turn to compute; requests before it: 1 (3 tokens)",
         None,
     ]
 

@@ -214,8 +214,10 @@ def _with_catalog(settings: "Settings", work: Callable[["Catalog", "AuditLog"], 
             whose = _whose_catalog(settings)
             result = asyncio.run(run())
         except (CatalogUnreachableError, StateFolderError) as error:
+            opening.close()
             fail(str(error))
         except Unavailable as error:
+            opening.close()
             if not isinstance(error.__cause__, DBAPIError):
                 raise
             fail(f"the catalog can't be read or written ({described(error.__cause__)})")

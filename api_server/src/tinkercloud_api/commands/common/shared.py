@@ -130,12 +130,13 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
     if as_json:
         typer.echo(json.dumps(list(rows), default=str))
         return
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     cells = [[printable(str(row[column])) for column in columns] for row in rows]
-    widths = [max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True)]
+    widths = [max(map(cell_len, column)) + 2 for column in zip(columns, *cells, strict=True)]
     table = Table(box=None)
     for column in columns[:-1]:
         # Plain text: `:train:`, a part of ids, is also the name of an emoji.
@@ -145,7 +146,7 @@ def show(rows: Sequence[dict[str, Any]], columns: Sequence[str], *, as_json: boo
         table.add_row(*map(Text, texts))
     # Ids and paths are meant to be copied, and pipes to be read by lines: lines exceed the width of
     # the terminal rather than break one.
-    longest_word = max((len(word) for row in cells for word in row[-1].split()), default=0) + 2
+    longest_word = max((cell_len(word) for row in cells for word in row[-1].split()), default=0) + 2
     folded = min(widths[-1], max(_FOLDED_WIDTH, longest_word))
     needed = sum(widths[:-1]) + (folded if sys.stdout.isatty() else widths[-1])
     console = Console(width=max(Console().width, needed))
@@ -199,7 +200,7 @@ def confirm(question: str, *, skipped: bool) -> None:
 
     Args:
         question: what to ask.
-        skipped: whether `--yes` was given, so that nothing is asked.
+        skipped: whether nothing is asked, for example as `--yes` was given.
     """
     if skipped:
         return

@@ -283,9 +283,9 @@ class EngineThread:
             ahead = Ahead(
                 ahead.items + len(running), ahead.tokens + sum(job.left for job in running)
             )
-        requests = "1 request" if ahead.items == 1 else f"{ahead.items} requests"
         return (
-            f"waiting for its turn to compute: {requests} with {ahead.tokens} tokens run before it"
+            f"waiting for its turn to compute; requests before it: {ahead.items}"
+            f" ({ahead.tokens} tokens)"
         )
 
     async def run(self, job: Callable[[YieldPoint], T], share: Share | None = None) -> T:
