@@ -12,7 +12,7 @@ import pytest
 from tinkercloud_testing.simulation.events import EVENTS
 from tinkercloud_testing.simulation.histories import run_history
 
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 16))]
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 16))]
 EVENTS_EACH = 18
 
 PRINT_TRACE = """

@@ -55,7 +55,7 @@ demands = st.builds(
     lengths,
     ranks,
 )
-often = settings(max_examples=50)
+often = settings(max_examples=25)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> ModelPlan:
@@ -196,7 +196,7 @@ def gib(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2))))
 def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
     demand: Demand, fleet: Fleet
@@ -235,7 +235,7 @@ def test_every_choice_has_a_reason(demand: Demand, fleet: Fleet) -> None:
     assert all(reason.why for reason in reasons.values())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(demands)
 def test_more_memory_never_needs_more_gpus(demand: Demand) -> None:
     by_memory = sorted((gpu(name) for name in MEMORY_GIB), key=lambda kind: kind.memory)
