@@ -55,7 +55,7 @@ demands = st.builds(
     lengths,
     ranks,
 )
-often = settings(max_examples=25)
+often = settings(max_examples=settings().max_examples // 4)
 
 
 def a_plan(demand: Demand, fleet: Fleet) -> ModelPlan:
@@ -196,7 +196,7 @@ def gib(quantity: str) -> int:
     return int(quantity.removesuffix("Gi")) << 30
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(often, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2))))
 def test_a_shared_gpu_has_room_for_both_whichever_starts_first(
     demand: Demand, fleet: Fleet
@@ -235,7 +235,7 @@ def test_every_choice_has_a_reason(demand: Demand, fleet: Fleet) -> None:
     assert all(reason.why for reason in reasons.values())
 
 
-@settings(max_examples=30)
+@often
 @given(demands)
 def test_more_memory_never_needs_more_gpus(demand: Demand) -> None:
     by_memory = sorted((gpu(name) for name in MEMORY_GIB), key=lambda kind: kind.memory)
@@ -363,7 +363,7 @@ def test_micro_batches_are_what_fits_with_the_kernels_of_the_trainer_that_is_nam
     assert fits.total <= kind.memory < too_many.total
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(often, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2, 3))))
 def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> None:
     model, length, rank = demand.architecture, demand.sequence_length, demand.lora_rank
@@ -378,7 +378,7 @@ def test_a_refusal_names_gpus_that_are_enough(demand: Demand, fleet: Fleet) -> N
     plan(model, parse(remedy[1]), sequence_length=length, lora_rank=rank)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(often, suppress_health_check=[HealthCheck.filter_too_much])
 @given(demands, st.builds(Fleet, kinds, st.sampled_from((1, 2, 3)), st.sampled_from((4, 8))))
 @pytest.mark.long
 def test_a_refusal_names_the_fewest_gpus_of_all_choices_and_of_the_given_kind(

@@ -38,7 +38,9 @@ HEADS = (
 offers = st.sampled_from(sorted(OFFERS))
 histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=25)
 short_histories = st.lists(st.sampled_from(sorted(EVENTS)), max_size=5)
-thorough = settings(max_examples=25, suppress_health_check=list(HealthCheck))
+thorough = settings(
+    max_examples=settings().max_examples // 4, suppress_health_check=list(HealthCheck)
+)
 
 
 @thorough
