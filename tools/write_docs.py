@@ -114,7 +114,7 @@ prove it. The short version for users is [Supported](../supported.md).
 Anything that names neither an H200 nor an H100 has not run on a GPU. M, N, G and P are [figures of the GPU
 command](gpu-benchmarks.md); S1-S30 compare [SGLang itself on a CPU](sglang-on-cpu.md), by a command
 whose results are committed and which CI does not repeat. Nor does CI repeat tests that take half a
-minute or more, and half of the shapes of Megatron ranks: `make test-long` does. A *whole model* is one that is trained by
+minute or more, and most of the shapes of ranks: `make test-long` does. A *whole model* is one that is trained by
 full fine-tuning, as opposed to an adapter. TP2 means two ranks of tensor parallelism; likewise PP
 pipeline, CP context, EP expert and DP data parallelism.
 """  # noqa: E501

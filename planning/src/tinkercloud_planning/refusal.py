@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 
 from tinkercloud_crds.pods.shapes import MAX_ENGINES, MAX_GPUS, MAX_REPLICAS
 from tinkercloud_planning.gpus import GIB, MEMORY_GIB, Fleet, Gpu, gpu
@@ -47,7 +46,13 @@ def trainer_refusal(demand: Demand, fleet: Fleet, engine: Engine | None) -> Does
     """Return the error for a model that cannot be trained on the given GPUs, shared or not."""
     model = demand.architecture
     needed = min(_training_needs(demand, fleet, engine), key=lambda memory: memory.total)
-    remedies = _remedies(demand, fleet, partial(best_trainer, engine=engine))
+
+    def plan(other: Demand, gpus: Fleet) -> object | None:
+        if engine is not None and gpus.count % engine.gpus:
+            return None
+        return best_trainer(other, gpus, engine=engine)
+
+    remedies = _remedies(demand, fleet, plan)
     return DoesNotFit(
         f"training this model ({model.model_type}, {model.parameters / 1e9:.1f}B parameters) with"
         f" sequences of {demand.sequence_length} tokens does not fit on {fleet}: each GPU has"

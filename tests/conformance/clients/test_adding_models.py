@@ -102,7 +102,7 @@ def test_an_added_model_is_trained_at_once_and_after_a_restart_until_it_is_remov
         step(client.create_lora_training_client(ADDED, rank=2).result())
     (pid,) = empty.head_pids()
     removed = models_command(empty, "remove", ADDED, "--yes")
-    again = models_command(empty, "remove", ADDED, "--yes")
+    again = models_command(empty, "remove", ADDED)
 
     assert (used["source"], used["runs"]) == (str(folder), 1)
     assert refused.returncode == 1

@@ -421,6 +421,7 @@ def test_a_suspended_run_leaves_memory_until_its_next_request(
         assert client.step() == expected[1]
 
     assert (after["state"], after["step"], after["memory_bytes"]) == ("suspended", 1, 0)
+    assert after["reason"] == "its next request continues it where it was"
     assert client.run in {each["run_id"] for each in suspended}
     assert client.run not in {each["run_id"] for each in idle}
 

@@ -150,6 +150,8 @@ def test_a_session_is_listed_shown_and_ended(server: Server) -> None:
     assert unasked.returncode == 1
     assert f"End session {session} of cli-sessions with its runs (1)? [y/N]" in unasked.stderr
     assert "ended" in afterwards
+    ended = tinkercloud(server, "runs", "show", training.model_id, **user).stdout
+    assert "reason: its session was ended (interrupted, deleted by its owner)" in ended
     answer = server.post("session_heartbeat", {"session_id": session}, key=key)
     assert answer.status == 410
 

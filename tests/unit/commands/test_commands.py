@@ -493,6 +493,31 @@ def test_a_month_is_printed_with_costs_of_four_decimals_and_exported_with_all(
     assert "0.000212,EUR" in exported
 
 
+def test_a_month_without_prices_has_no_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = dict.fromkeys(BilledUsage.model_fields, 1) | {"cost": None}
+    answer = {"usage": [row], "total": 0.0, "currency": "USD"}
+    monkeypatch.setattr(usage_commands, "request", lambda *_: answer)
+
+    table = CliRunner().invoke(app, ["usage", "--month", "2026-11", "--api-key", "tml-key"]).stdout
+
+    assert "total" not in table
+    assert table.endswith("-: no price in the setting `prices` of the server\n")
+
+
+def test_a_table_in_a_pipe_has_one_line_for_each_row_whatever_it_contains(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = f"tinker://{'9' * 36}:train:0/weights/{'n' * 60}"
+    rows = [{"name": "名前" * 20, "id": "9f0f6c6a", "path": f"{path} and {path}"}]
+
+    shared.show(rows, ["name", "id", "path"], as_json=False)
+
+    heading, line = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["name", "id", "path"]
+    assert line.split() == [rows[0]["name"], "9f0f6c6a", path, "and", path]
+    assert line == line.rstrip()
+
+
 @pytest.mark.parametrize("by", ["project", "key"])
 def test_small_costs_are_exported_as_decimals(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row: dict[str, object] = dict.fromkeys(BilledUsage.model_fields, 1)
