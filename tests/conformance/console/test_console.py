@@ -415,7 +415,7 @@ def test_logins_and_logouts_are_in_the_audit_log(server: Server) -> None:
         "console_logout",
     ]
     shown = server.command("audit", "--api-key", key, "--base-url", server.url)
-    assert re.search(r" console_login +303 +/console/login ", shown)
+    assert re.search(r" console_login +303 +/console/login$", shown, re.MULTILINE)
 
 
 def test_an_address_that_guesses_has_to_wait_but_not_those_who_are_logged_in(

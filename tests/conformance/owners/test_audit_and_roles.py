@@ -45,7 +45,7 @@ def test_changes_are_recorded_with_their_outcome(own_server: Server) -> None:
         training = client.create_lora_training_client(MODEL, rank=4).result()
         step(training)
         path = training.save_state("kept").result().path
-        copied = client.copy_weights(path).result()
+    copied = own_server.rest(ann).copy_weights(path, own_server.new_project("copies", ann)).result()
     own_server.rest(ann).delete_checkpoint_from_tinker_path(path).result()
     run, _, name = path.removeprefix("tinker://").partition("/")
     stolen = own_server.request(

@@ -60,9 +60,8 @@ PYTHON_HERE = (
 """Pages whose Python runs here."""
 NOT_RUN = {
     r"kubectl|helm|kind |gcloud|eksctl|aws|az |curl -sfL|tinkercloud drain|(export )?TINKER_TAGS="
-    r"|export (KUBECONFIG|TINKERCLOUD_TEST_)|client\.create_lora_training_client\(": (
-        "needs a cluster: tests/cluster"
-    ),
+    r"|pytest tests/cluster|export (KUBECONFIG|TINKERCLOUD_TEST_)"
+    r"|client\.create_lora_training_client\(": ("needs a cluster: tests/cluster"),
     r"pip |uv |\.uv/|python3? -m (venv|zipfile)|sglang/bin/pip": "needs a package index",
     r"git clone|hf download|tinkercloud models add Qwen/": "needs a hub",
     r"python -m tinkercloud_testing\.": "needs the tag of a release",
