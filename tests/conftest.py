@@ -23,6 +23,9 @@ UNIT_TEST_SECONDS = 30
 
 
 LONG = "TINKERCLOUD_TEST_LONG"
+_SERVERS = "browser chaos cluster/kubernetes_provider conformance engines/sdk fuzz"
+WITH_SERVERS = [Path(__file__).parent / folder for folder in _SERVERS.split()]
+"""Folders of tests that start many servers."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,9 +67,18 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-@pytest.fixture(scope="session")
-def warm_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start servers and heads in forks of a process that has imported their modules."""
+@pytest.fixture(scope="session", autouse=True)
+def servers_that_start_fast(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Start servers and heads in forks of a process that has imported their modules.
+
+    A run without tests of servers needs none.
+    """
+    paths = {item.path for item in request.session.items}
+    if not any(path.is_relative_to(folder) for path in paths for folder in WITH_SERVERS):
+        yield
+        return
     from tinkercloud_testing.serving import servers  # noqa: PLC0415 - not for unit tests
 
     with servers.warm_servers(tmp_path_factory.mktemp("warm")):

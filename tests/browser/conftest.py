@@ -16,11 +16,6 @@ from tinkercloud_testing.small_models.models import save, tiny_llama
 expect.set_options(timeout=PATIENCE_SECONDS * 1000)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers_that_start_fast(warm_servers: None) -> None:
-    """Let servers and heads start in forks of a process that has imported their modules."""
-
-
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
     with a_chromium() as browser:

@@ -7,11 +7,6 @@ import pytest
 from tinkercloud_testing.small_models.models import save, tiny_llama
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers_that_start_fast(warm_servers: None) -> None:
-    """Let all servers start in forks of a process that has imported their modules."""
-
-
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the tiny model to serve."""

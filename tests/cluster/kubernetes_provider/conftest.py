@@ -9,11 +9,6 @@ from tinkercloud_testing.cluster.provider_world import World, a_world
 from tinkercloud_testing.serving.servers import Server
 
 
-@pytest.fixture(scope="session", autouse=True)
-def servers_that_start_fast(warm_servers: None) -> None:
-    """Let servers and heads start in forks of a process that has imported their modules."""
-
-
 @pytest.fixture(scope="session")
 def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     with a_world(cluster, tmp_path_factory.mktemp("world")) as made:
