@@ -144,8 +144,9 @@ lint: .venv/.installed ## check style, imports and layering
 	@$(BIN)/ruff format --check .
 	@PYTHONPATH=tests/support $(BIN)/lint-imports
 
+# It takes five minutes without the results of an earlier run, which clones share: mypy compares contents.
 type: .venv/.installed ## check types
-	@$(BIN)/mypy
+	@$(BIN)/mypy --cache-dir $(CACHE)/mypy
 
 compatibility: .venv/.installed ## exercise SDK versions from 0.16 to the newest, and write docs/compatibility.md
 	@PYTHONPATH=tests/support $(BIN)/python tools/compatibility/run.py \
