@@ -75,7 +75,7 @@ def _call(
     valid = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     invalid = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
 
-    count = max(3, cases.number // 20)
+    count = max(3, cases.number // 40)
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
     @given(case=valid | invalid, existing=st.booleans())

@@ -132,6 +132,7 @@ def test_a_session_waits_until_another_releases_its_quota(sessions: Sessions) ->
     sessions.wait_for("second", "condition=Ready")
 
 
+@pytest.mark.long
 def test_spares_make_room_for_a_session_that_a_resource_quota_keeps_from_the_queue(
     sessions: Sessions, kueue: Kueue
 ) -> None:
@@ -180,6 +181,7 @@ def test_a_suspended_session_frees_its_quota_and_is_queued_on_resume(sessions: S
     assert sessions.condition("first", "Stalled")["status"] == "False"
 
 
+@pytest.mark.long
 def test_a_queued_session_causes_no_writes_and_the_operator_leaves_suspend_to_kueue(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
@@ -221,6 +223,7 @@ def test_a_preempted_session_reports_it_and_is_readmitted(sessions: Sessions) ->
     assert not pods(sessions, "first") & before
 
 
+@pytest.mark.long
 def test_fields_that_kueue_adds_to_an_admitted_session_are_kept(
     sessions: Sessions, operator: RunningOperator
 ) -> None:
@@ -237,6 +240,7 @@ def test_fields_that_kueue_adds_to_an_admitted_session_are_kept(
     assert pods(sessions, "first") == running
 
 
+@pytest.mark.long
 def test_a_changed_base_model_evicts_no_session(sessions: Sessions) -> None:
     sessions.make_ready("first")
     running = pods(sessions, "first")
@@ -251,6 +255,7 @@ def test_a_changed_base_model_evicts_no_session(sessions: Sessions) -> None:
     assert pods(sessions, "first") == running
 
 
+@pytest.mark.long
 def test_a_deleted_session_leaves_no_workload(sessions: Sessions) -> None:
     sessions.make_ready("first")
     sessions.make("second")

@@ -62,7 +62,8 @@ def events_of(cluster: Cluster, namespace: str, reason: str) -> list[Any]:
     return [each for each in events if each["reason"] == reason]
 
 
-@pytest.mark.parametrize("version", [pytest.param("v1.4.2", marks=pytest.mark.long), "v1.5.1"])
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["v1.4.2", "v1.5.1"])
 def test_an_outdated_kuberay_is_reported_with_its_version_and_the_required_one(
     plane: Cluster, cluster_folder: Path, version: str
 ) -> None:

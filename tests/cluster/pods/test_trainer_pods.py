@@ -253,6 +253,7 @@ def test_requests_to_a_lost_trainer_pod_fail_and_the_run_continues(
     assert lost not in pods_of(installation, "trainer")
 
 
+@pytest.mark.long
 def test_a_run_continues_on_new_ranks_after_its_head_was_killed(
     expected: list[float], installation: Installation, story: Story
 ) -> None:

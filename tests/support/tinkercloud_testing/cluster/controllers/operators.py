@@ -15,6 +15,7 @@ import yaml
 from tinkercloud_testing.cluster.image_build.programs import ROOT, Program
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.harness.ports import free_port
+from tinkercloud_testing.harness.waiting import PATIENCE_SECONDS
 from tinkercloud_testing.resources.charts import CHART, helm
 
 _REST_SECONDS = 3.0
@@ -32,7 +33,8 @@ class RunningOperator:
     def get(self, path: str) -> str:
         """Return the response of its probe server, for any status."""
         try:
-            with urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+            url = f"http://127.0.0.1:{self.port}{path}"
+            with urlopen(url, timeout=PATIENCE_SECONDS) as response:
                 return str(response.read().decode())
         except HTTPError as error:
             return str(error.read().decode())
