@@ -9,6 +9,7 @@ A table is read whole where SQLite's plan of a statement scans it without an ind
 
 import argparse
 import asyncio
+import gc
 import json
 import sqlite3
 import statistics
@@ -66,6 +67,8 @@ async def measure(folder: Path, runs: int, points: int) -> dict[str, Any]:
     # Statements of the housekeeping would count for the page that loads meanwhile.
     settings = Settings(state_dir=folder, housekeeping_seconds=86_400)
     async with logged_in(settings) as client:
+        # The server does so with what it has imported (`lasting_objects`).
+        gc.freeze()
         pages = {path: await page(client, path, file) for path in paths(runs)}
     return {"runs": runs, "points": runs * points, "pages": pages}
 
