@@ -147,9 +147,17 @@ def plot(
     console.print(f"Plot: {file}")
 
 
-def check_model(model: str) -> None:
-    """Exit if the server does not serve the model."""
-    served = tinker.RestClient().get_server_capabilities().result().supported_models
+def check_model(options: Options) -> None:
+    """Exit if the server does not serve the model, or does not know the API key."""
+    model = options.model
+    try:
+        served = tinker.RestClient().get_server_capabilities().result().supported_models
+    except tinker.AuthenticationError:
+        sys.exit(
+            f"The server at {options.url} does not know the API key. If it uses another state"
+            f" folder than {options.state_dir}, name that with --state-dir, or set TINKER_API_KEY"
+            " to a key of it."
+        )
     names = [each.model_name for each in served if each.model_name is not None]
     if model not in names:
         sys.exit(
@@ -174,7 +182,7 @@ def main() -> None:
     with waiting("looking for the server and its model"):
         local_server.wait_until_healthy(options.url)
         local_server.ensure_key(options.state_dir)
-        check_model(options.model)
+        check_model(options)
     with waiting("creating a training run"):
         client = tinker.ServiceClient()
         pig = PigLatin(client, options.model)
