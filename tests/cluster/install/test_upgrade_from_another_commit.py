@@ -65,7 +65,7 @@ def a_tiny_model(release: Release) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def earlier(own_node: RealNode, tmp_path_factory: pytest.TempPathFactory) -> Release:
-    """Return the release of the earlier commit, whose images the node has in addition to the current ones."""
+    """Return the release of the earlier commit; the node has its images and the current ones."""
     tree = tree_of(str(PREVIOUS), tmp_path_factory.mktemp("earlier") / "tree")
     for name in PROGRAMS:
         own_node.load(assembled_image(name), assembled_image(name, tree, "earlier"))
