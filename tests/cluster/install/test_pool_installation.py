@@ -23,13 +23,12 @@ from tinkercloud_testing.cluster.installation import (
     START_SECONDS,
     Installation,
     an_installation,
-    make_volumes,
+    make_volumes_with_a_tiny_model,
     values_of_one_node,
 )
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.nodes.node import RealNode
 from tinkercloud_testing.harness.waiting import wait_until
-from tinkercloud_testing.small_models.models import save, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -61,9 +60,7 @@ def installation(
 ) -> Iterator[Installation]:
     """Install the service with a model that has a pool, and wait until the pool is warm."""
     folder = tmp_path_factory.mktemp("pools")
-    tiny = save(tiny_llama(), make_volumes(folder) / "tiny")
-    for path in tiny.iterdir():
-        path.chmod(0o644)
+    make_volumes_with_a_tiny_model(folder)
     real_node.load(*map(program_image, ("api-server", "operator", "worker")))
     with an_installation(cluster, folder, values_of_one_node(SHARED)) as release:
         wait_until(lambda: bool(clusters(release)), "a pool cluster", START_SECONDS)

@@ -28,8 +28,9 @@ from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
     Installation,
+    a_tiny_model,
     an_installation,
-    make_volumes,
+    make_volumes_with_a_tiny_model,
 )
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.nodes.node import RealNode
@@ -37,7 +38,6 @@ from tinkercloud_testing.cluster.nodes.node_config import REGISTRY
 from tinkercloud_testing.cluster.releases import Release, a_registry, publish, tree_of
 from tinkercloud_testing.harness.waiting import wait_until
 from tinkercloud_testing.resources.charts import ROOT
-from tinkercloud_testing.small_models.models import save, tiny_llama
 
 TESTS_RELEASES = "TINKERCLOUD_TEST_RELEASE" in os.environ
 pytestmark = [
@@ -88,9 +88,7 @@ def installation(
 ) -> Iterator[Installation]:
     """Install the previous release, and offer a model."""
     folder = tmp_path_factory.mktemp("release")
-    tiny = save(tiny_llama(), make_volumes(folder) / "tiny")
-    for path in tiny.iterdir():
-        path.chmod(0o644)
+    make_volumes_with_a_tiny_model(folder)
     values = yaml.safe_load(VALUES)
     with an_installation(cluster, folder, values, releases.previous) as installed:
         cluster.apply(
@@ -98,16 +96,7 @@ def installation(
                 "apiVersion": "tinkercloud.dev/v1alpha1",
                 "kind": "BaseModel",
                 "metadata": {"name": "tiny", "namespace": installed.namespace},
-                "spec": {
-                    "modelName": MODEL,
-                    "source": {"volume": {"claimName": "models", "path": "tiny"}},
-                    "maxContextLength": 512,
-                    "head": {
-                        "image": releases.current.image("worker"),
-                        "resources": {"cpu": "250m", "memory": "3Gi"},
-                    },
-                    "trainer": {"dtype": "float32"},
-                },
+                "spec": a_tiny_model(MODEL, releases.current)["spec"],
             }
         )
         yield installed

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tinker
@@ -24,14 +23,14 @@ from tinkercloud_testing.cluster.installation import (
     RELEASE,
     START_SECONDS,
     Installation,
+    a_tiny_model,
     an_installation,
-    make_volumes,
+    make_volumes_with_a_tiny_model,
     values_of_one_node,
 )
 from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.nodes.node import RealNode
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release, tree_of, unpublished
-from tinkercloud_testing.small_models.models import save, tiny_llama
 
 PREVIOUS = os.environ.get("TINKERCLOUD_TEST_PREVIOUS")
 MODEL = "tiny/llama"
@@ -45,22 +44,6 @@ pytestmark = [
         reason="needs TINKERCLOUD_TEST_PREVIOUS and TINKERCLOUD_TEST_ASSEMBLED_IMAGES",
     ),
 ]
-
-
-def a_tiny_model(release: Release) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "spec": {
-            "modelName": MODEL,
-            "source": {"volume": {"claimName": "models", "path": "tiny"}},
-            "maxContextLength": 512,
-            "head": {
-                "image": release.image("worker"),
-                "resources": {"cpu": "250m", "memory": "3Gi"},
-            },
-            "trainer": {"dtype": "float32"},
-        },
-    }
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +62,8 @@ def installation(
 ) -> Iterator[Installation]:
     """Install the service of the earlier commit with a tiny model."""
     folder = tmp_path_factory.mktemp("installation")
-    tiny = save(tiny_llama(), make_volumes(folder) / "tiny")
-    for path in tiny.iterdir():
-        path.chmod(0o644)
-    values = values_of_one_node(a_tiny_model(earlier))
+    make_volumes_with_a_tiny_model(folder)
+    values = values_of_one_node(a_tiny_model(MODEL, earlier))
     with an_installation(cluster, folder, values, earlier) as installed:
         yield installed
 
@@ -134,7 +115,7 @@ def suspend(installation: Installation, session: str, *, is_suspended: bool) -> 
 def upgrade(installation: Installation) -> None:
     values = yaml.safe_load(installation.values.read_text())
     values |= {part: values[part] | UNPUBLISHED.values[part] for part in UNPUBLISHED.values}
-    values["baseModels"] = [a_tiny_model(UNPUBLISHED)]
+    values["baseModels"] = [a_tiny_model(MODEL, UNPUBLISHED)]
     path: Path = installation.values
     path.write_text(yaml.safe_dump(values))
     installation.helm("upgrade", "tinkercloud-crds", *UNPUBLISHED.charts["tinkercloud-crds"])

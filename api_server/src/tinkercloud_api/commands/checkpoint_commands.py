@@ -262,7 +262,7 @@ def _merge(command: list[str], folder: Path, size: int) -> tuple[int, str]:
 
     def progress() -> str:
         nonlocal done
-        # Files that share weights with others become smaller at the end.
+        # A finished model has left the folder that is looked at.
         done = max(done, sum(map(_bytes_in, folder.absolute().parent.glob(".merge-*/merged"))))
         return f"{step}: {binary_size(done)} of {binary_size(max(size, done))} written"
 

@@ -18,6 +18,7 @@ from tinkercloud_testing.cluster.kube_api.client import Cluster
 from tinkercloud_testing.cluster.nodes.volumes import a_volume
 from tinkercloud_testing.cluster.releases import UNPUBLISHED, Release
 from tinkercloud_testing.harness.waiting import wait_until
+from tinkercloud_testing.small_models.models import save, tiny_llama
 
 RELEASE = "tinkercloud"
 START_SECONDS = 600
@@ -126,6 +127,35 @@ def make_volumes(folder: Path) -> Path:
         (folder / name).mkdir()
         (folder / name).chmod(0o777)
     return folder / "models"
+
+
+def make_volumes_with_a_tiny_model(folder: Path) -> None:
+    """Create the folders for the volumes of pods, with a model in the folder `tiny` of theirs."""
+    tiny = save(tiny_llama(), make_volumes(folder) / "tiny")
+    for path in tiny.iterdir():
+        path.chmod(0o644)
+
+
+def a_tiny_model(name: str, release: Release) -> dict[str, Any]:
+    """Return a base model for that of `make_volumes_with_a_tiny_model`, as values of the chart.
+
+    Args:
+        name: its name for clients.
+        release: the release whose head serves it.
+    """
+    return {
+        "name": "tiny",
+        "spec": {
+            "modelName": name,
+            "source": {"volume": {"claimName": "models", "path": "tiny"}},
+            "maxContextLength": 512,
+            "head": {
+                "image": release.image("worker"),
+                "resources": {"cpu": "250m", "memory": "3Gi"},
+            },
+            "trainer": {"dtype": "float32"},
+        },
+    }
 
 
 @contextlib.contextmanager
