@@ -10,7 +10,6 @@ unexport PYTHONDONTWRITEBYTECODE
 # Go's compiler and the Kubernetes of the tests would spend a fifth of their time on garbage collection.
 export GOGC ?= 400
 export GOMEMLIMIT ?= 2GiB
-export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
 BIN := .venv/bin
 MODEL := HuggingFaceTB/SmolLM2-135M-Instruct
@@ -54,6 +53,8 @@ $(MODEL_FOLDER): | .venv/.installed
 	@echo "Converting the model, once ..." >&2
 	@$(BIN)/python -m tinkercloud_worker.convert_gguf \
 	  "$$($(BIN)/python tools/find_smollm2.py)" $(MODEL_FOLDER)
+
+run demo: export TINKERCLOUD_STATE_DIR ?= $(CURDIR)/.run
 
 run: .venv/.installed $(MODEL_FOLDER) ## serve a small language model on 127.0.0.1:8000
 	@$(BIN)/tinkercloud serve --model $(MODEL)=$(MODEL_FOLDER)

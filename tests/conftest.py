@@ -10,6 +10,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+# Tests run with the settings that they choose, not with those of the developer's shell.
+for name in [each for each in os.environ if each.startswith("TINKERCLOUD_")]:
+    if not name.startswith("TINKERCLOUD_TEST_"):
+        del os.environ[name]
+
 # Tests may be slow on a busy machine.
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("reproducible", PATIENT, derandomize=True)

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import sys
 from pathlib import Path
@@ -13,13 +12,6 @@ from typer.testing import CliRunner
 from tinkercloud_api.cli import app
 from tinkercloud_api.config.settings import InvalidSettingsError, load_settings
 from tinkercloud_protocol.heads.launch import Limits
-
-
-@pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("TINKERCLOUD_"):
-            monkeypatch.delenv(name)
 
 
 def test_arguments_are_stronger_than_environment_than_file(

@@ -17,12 +17,6 @@ PAGE = (Path(__file__).parents[3] / "docs" / "operate" / "shared-machine.md").re
 (FOR_GPUS,) = re.findall(r"`(trainer = .*?)`", PAGE)
 
 
-@pytest.fixture(autouse=True)
-def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in os.environ if each.startswith("TINKERCLOUD_")]:
-        monkeypatch.delenv(name)
-
-
 @pytest.mark.parametrize("above", ["", f"{FOR_GPUS}\n"])
 def test_the_server_reads_the_configuration(
     above: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

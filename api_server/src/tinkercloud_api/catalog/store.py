@@ -164,6 +164,10 @@ class Catalog(
         """Return a run."""
         return await self._one(select(TrainingRun).where(TrainingRun.id == run_id))
 
+    async def runs_named(self, run_ids: Sequence[str]) -> Sequence[TrainingRun]:
+        """Return the runs with the given ids."""
+        return await self._all(select(TrainingRun).where(TrainingRun.id.in_(run_ids)))
+
     async def runs(
         self, visible: Visibility, page: Page, project_id: str | None = None
     ) -> tuple[Sequence[TrainingRun], int]:

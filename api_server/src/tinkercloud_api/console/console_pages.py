@@ -296,18 +296,18 @@ async def compare_runs(
     run: Annotated[list[str], Query(max_length=_MAX_COMPARED, default_factory=list)],
 ) -> Response:
     """Show the curves of several runs on common axes, or without runs how to choose them."""
-    curves = {
-        run_id: await run_state_routes.show_curve(run_id, server, session.caller) for run_id in run
-    }
-    metrics = await asyncio.to_thread(compared, list(curves.values()))
+    run = list(dict.fromkeys(run))
+    metrics = await asyncio.to_thread(
+        compared, await run_state_routes.curves_of(run, server, session.caller)
+    )
     return await show(
         "compare.html",
         session=session,
-        runs=await _names(curves, server),
+        runs=await _names(run, server),
         metrics=metrics,
         charts=[metric.chart for metric in metrics if metric.chart is not None],
         most=_MAX_COMPARED,
-        twins=[f"runs/{segment(each)}/curve" for each in curves] or ["runs"],
+        twins=[f"runs/{segment(each)}/curve" for each in run] or ["runs"],
         command=" ".join(("tinkercloud runs compare", *run)) if run else "tinkercloud runs list",
     )
 

@@ -59,7 +59,7 @@ async def test_a_curve_is_returned_as_it_was_reported(points: RunPoints) -> None
     await points.record(a_report(curve))
     await points.record(a_report(extend(curve, 2), 3))
 
-    assert await points.curve(RUN) == curve
+    assert (await points.curves([RUN]))[RUN] == curve
 
 
 async def test_points_that_were_merged_replace_those_that_they_have(points: RunPoints) -> None:
@@ -71,7 +71,7 @@ async def test_points_that_were_merged_replace_those_that_they_have(points: RunP
     await points.record(late)
 
     assert curve.stride == 2
-    assert await points.curve(RUN) == curve
+    assert (await points.curves([RUN]))[RUN] == curve
 
 
 async def test_a_report_that_is_late_changes_nothing(points: RunPoints) -> None:
@@ -80,13 +80,13 @@ async def test_a_report_that_is_late_changes_nothing(points: RunPoints) -> None:
     await points.record(a_report(extend(curve, 1), len(curve.points) - 1))
     await points.record(late)
 
-    assert (await points.curve(RUN)).points[-1].steps == 2
+    assert ((await points.curves([RUN]))[RUN]).points[-1].steps == 2
 
 
 async def test_a_report_of_a_run_that_does_not_exist_is_ignored(points: RunPoints) -> None:
     await points.record(a_report(extend(Curve(), 3), run="other:train:0"))
 
-    assert await points.curve("other:train:0") == Curve()
+    assert await points.curves(["other:train:0"]) == {"other:train:0": Curve()}
 
 
 async def test_curves_are_forgotten_some_time_after_the_last_request(points: RunPoints) -> None:
@@ -94,9 +94,9 @@ async def test_curves_are_forgotten_some_time_after_the_last_request(points: Run
     await points.record(a_report(curve))
 
     assert not await points.forget(now() - timedelta(days=1))
-    assert await points.curve(RUN) == curve
+    assert (await points.curves([RUN]))[RUN] == curve
     assert await points.forget(now() + timedelta(days=1))
-    assert await points.curve(RUN) == Curve()
+    assert (await points.curves([RUN]))[RUN] == Curve()
 
 
 async def test_a_value_that_is_logged_again_replaces_the_earlier_one(logged: LoggedValues) -> None:
@@ -104,7 +104,7 @@ async def test_a_value_that_is_logged_again_replaces_the_earlier_one(logged: Log
     await logged.log(RUN, 3, {"reward": 2.0}, AT)
     await logged.log(RUN, 1, {"reward": 0.5}, AT)
 
-    found = await logged.of_run(RUN)
+    found = (await logged.of_runs([RUN]))[RUN]
 
     assert {name: [(row.step, row.value) for row in rows] for name, rows in found.items()} == {
         "length": [(3, 7.0)],
@@ -118,12 +118,12 @@ async def test_logged_values_are_bounded_and_the_last_of_each_stretch_stays(
     steps = range(1, 2 * MAX_POINTS, 2)
     for step in steps:
         await logged.log(RUN, step, {"reward": float(step)}, AT)
-    kept = [row.step for row in (await logged.of_run(RUN))["reward"]]
+    kept = [row.step for row in (await logged.of_runs([RUN]))[RUN]["reward"]]
     assert kept == list(steps)
 
     await logged.log(RUN, 4 * MAX_POINTS - 1, {"reward": 0.0}, AT)
 
-    kept = [row.step for row in (await logged.of_run(RUN))["reward"]]
+    kept = [row.step for row in (await logged.of_runs([RUN]))[RUN]["reward"]]
     assert kept == [*range(3, 2 * MAX_POINTS, 4), 4 * MAX_POINTS - 1]
 
 
@@ -144,7 +144,7 @@ async def test_values_at_late_steps_and_one_mistaken_step_are_thinned_out_like_o
     for step in (*range(MAX_POINTS), 2**53 - 1):
         await logged.log(RUN, step, {"mistaken": 1.0}, AT)
 
-    found = await logged.of_run(RUN)
+    found = (await logged.of_runs([RUN]))[RUN]
 
     assert len(found["late"]) > MAX_POINTS // 2
     assert len(found["mistaken"]) > MAX_POINTS // 2

@@ -54,16 +54,17 @@ class LoggedValues(Statements):
             for name in sorted(values):
                 await _thin_out(db, run_id, name)
 
-    async def of_run(self, run_id: str) -> dict[str, list[LoggedPoint]]:
-        """Return the values of a run by name, in the order of their steps."""
-        columns = (LoggedValue.name, LoggedValue.step, LoggedValue.value, LoggedValue.at)
-        query = select(*columns).where(LoggedValue.run_id == run_id)
+    async def of_runs(self, run_ids: Sequence[str]) -> dict[str, dict[str, list[LoggedPoint]]]:
+        """Return the values of each of some runs by name, in the order of their steps."""
+        key = (LoggedValue.run_id, LoggedValue.name, LoggedValue.step)
+        columns = (*key, LoggedValue.value, LoggedValue.at)
+        query = select(*columns).where(LoggedValue.run_id.in_(run_ids))
         async with self._reading() as db:
-            rows = await db.execute(query.order_by(LoggedValue.name, LoggedValue.step))
-        found: dict[str, list[LoggedPoint]] = {}
-        for name, step, value, at in rows:
+            rows = await db.execute(query.order_by(*key))
+        found: dict[str, dict[str, list[LoggedPoint]]] = {run_id: {} for run_id in run_ids}
+        for run_id, name, step, value, at in rows:
             point = LoggedPoint.model_construct(step=step, value=value, time=at)
-            found.setdefault(name, []).append(point)
+            found[run_id].setdefault(name, []).append(point)
         return found
 
 

@@ -6,6 +6,8 @@ several servers, therefore changes nothing that is already known.
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from sqlalchemy import Row, delete, or_, select
@@ -50,17 +52,22 @@ class RunPoints(Statements):
                 merged = (RunPoint.run_id == run_id, RunPoint.stride < stride)
                 await db.execute(delete(RunPoint).where(*merged))
 
-    async def curve(self, run_id: str) -> Curve:
-        """Return the points of a run, the earliest first; none if it has reported none."""
+    async def curves(self, run_ids: Sequence[str]) -> dict[str, Curve]:
+        """Return the points of each of some runs, the earliest first; none without a report."""
         # Columns: entities of hundreds of points would take most of the time of a curve.
-        query = select(RunPoint.stride, *_COLUMNS.values()).where(RunPoint.run_id == run_id)
+        columns = (RunPoint.run_id, RunPoint.stride, *_COLUMNS.values())
+        query = select(*columns).where(RunPoint.run_id.in_(run_ids))
         async with self._reading() as db:
-            found = await db.execute(query.order_by(RunPoint.stride.desc(), RunPoint.number))
-            rows = found.all()
-        if not rows:
-            return Curve()
-        stride = rows[0].stride
-        return Curve(stride, [_point(row) for row in rows if row.stride == stride])
+            found = await db.execute(
+                query.order_by(RunPoint.run_id, RunPoint.stride, RunPoint.number)
+            )
+        curves = {run_id: Curve() for run_id in run_ids}
+        for run_id, of_run in groupby(found, key=attrgetter("run_id")):
+            rows = list(of_run)
+            stride = rows[-1].stride
+            points = [_point(row) for row in rows if row.stride == stride]
+            curves[run_id] = Curve(stride, points)
+        return curves
 
     async def last_points(self, run_ids: Sequence[str]) -> dict[str, CurvePoint]:
         """Return the last point that each of some runs has reported, without those that have none.

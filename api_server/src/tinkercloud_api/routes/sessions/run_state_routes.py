@@ -127,13 +127,26 @@ async def show_run(run_id: str, server: Server, caller: Caller) -> RunDetails:
 @router.get("/runs/{run_id}/curve")
 async def show_curve(run_id: str, server: Server, caller: Caller) -> RunCurve:
     """Return what a run's optimizer steps have reported, in a bounded number of points."""
-    row = caller.require(await server.catalog.run(run_id), f"training run {run_id!r}")
-    curve = await server.points.curve(row.id)
-    return RunCurve(
-        run_id=row.id,
-        points=_curve_points(curve.points),
-        logged=await server.logged.of_run(row.id),
-    )
+    (curve,) = await curves_of([run_id], server, caller)
+    return curve
+
+
+async def curves_of(
+    run_ids: Sequence[str], server: Context, caller: Principal
+) -> Sequence[RunCurve]:
+    """Return the curves of runs, in their order.
+
+    Raises:
+        NotFound: a run does not exist for the caller.
+    """
+    rows = {row.id: row for row in await server.catalog.runs_named(run_ids)}
+    for run_id in run_ids:
+        caller.require(rows.get(run_id), f"training run {run_id!r}")
+    curves, logged = await server.points.curves(run_ids), await server.logged.of_runs(run_ids)
+    return [
+        RunCurve(run_id=run_id, points=_curve_points(curves[run_id].points), logged=logged[run_id])
+        for run_id in run_ids
+    ]
 
 
 @router.post("/runs/{run_id}/metrics")
