@@ -315,6 +315,7 @@ def wait_until_the_program_succeeded(installation: Installation, session: str) -
     assert program()["phase"] == "Succeeded", program()
 
 
+@pytest.mark.long
 def test_rlve_runs_in_a_job_that_create_model_started(installation: Installation) -> None:
     known = {session["metadata"]["name"] for session in installation.sessions()}
     asked = {"base_model": MODEL, "lora_config": {"rank": 8}, "rlve_config": RLVE}

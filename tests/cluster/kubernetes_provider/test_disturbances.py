@@ -145,6 +145,7 @@ async def test_a_silent_watch_is_considered_dead(
     await api.close()
 
 
+@pytest.mark.long
 def test_a_paused_server_notices_the_changes_it_missed(
     world: World, server: Server, control_plane: ControlPlane
 ) -> None:

@@ -73,6 +73,7 @@ def a_quota(namespace: str, **most: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_a_session_waits_for_an_exhausted_quota(sessions: Sessions) -> None:
     sessions.cluster.apply(a_quota(sessions.namespace, pods="3"))
 
