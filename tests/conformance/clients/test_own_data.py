@@ -110,13 +110,15 @@ def test_the_program_lowers_the_loss_and_its_best_checkpoint_answers_next_week(
         '{"messages": [{"role": "user"}, {"role": "assistant", "content": "b"}]}',
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
         '{"messages": [{"content": "a"}, {"role": "assistant", "content": "b"}]}',
+        # A byte that is not UTF-8.
+        "\udcff",
     ],
 )
 def test_a_broken_line_is_named_with_its_number(
     tokenizer: PreTrainedTokenizerBase, folder: Path, broken: str
 ) -> None:
     data = folder / "conversations.jsonl"
-    with data.open("a") as lines:
+    with data.open("a", errors="surrogateescape") as lines:
         lines.write(f"{broken}\n")
     [reading] = re.findall(r"^def datum.*?(?=^random)", PAGE, re.M | re.S)
 

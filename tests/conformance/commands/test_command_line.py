@@ -374,17 +374,23 @@ def test_a_client_that_waits_for_a_model_reads_how_far_it_is(frozen: tuple[Serve
     wait_until(lambda: "serving it" in server.log, "the model")
 
 
-def test_a_server_that_stops_says_what_its_heads_save(model_folder: Path, tmp_path: Path) -> None:
+def test_a_head_that_hangs_is_named_and_a_server_that_stops_says_what_its_heads_save(
+    model_folder: Path, tmp_path: Path
+) -> None:
     with a_server(tmp_path / "stopping", {MODEL: model_folder}) as server:
         server.client().create_lora_training_client(MODEL, rank=4).result()
         (pid,) = server.head_pids()
         os.kill(pid, signal.SIGSTOP)
+        checks = json.loads(tinkercloud(server, "doctor", "--json").stdout)
         assert server.process is not None
         server.process.terminate()
         wait_until(lambda: "the session head is stopping" in server.log, "the next report")
         os.kill(pid, signal.SIGCONT)
         server.process.wait(PATIENCE_SECONDS)
 
+    (found,) = [each for each in checks if each["check"] == "durability"]
+    assert found["result"] != "ok"
+    assert f"(process {pid})" in found["detail"]
     assert "stopping a session head, which saves its runs" in server.log
     (output,) = server.state_dir.glob("heads/*/head.log")
     for step in ("reading and checking the weights", "starting the sampler", "1 of 1 runs saved"):

@@ -3,11 +3,14 @@
 import os
 import re
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tinkercloud_api.config import state_folder
 
 SERVE = """
 import sys
@@ -93,3 +96,11 @@ def test_only_a_server_says_that_it_starts_before_its_program_is_loaded(
 
     assert re.fullmatch(expected, result.stderr), result.stderr
     assert result.returncode == 0
+
+
+def test_others_on_the_machine_cannot_read_the_state_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "state"
+
+    state_folder.make(folder)
+
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700

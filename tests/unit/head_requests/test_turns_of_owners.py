@@ -16,6 +16,7 @@ from tinkercloud_worker.head.order.requests import receive_json
 from tinkercloud_worker.head.serve.service import HeadService
 
 REASON = "waiting for its turn to compute; requests before it: {} ({} tokens)"
+FOR_THE_ENGINE = "waiting for the engine, which computes for another request"
 
 
 async def a_model(service: HeadService, owner: str, index: int) -> str:
@@ -49,6 +50,7 @@ async def test_a_request_that_waits_for_its_turn_says_how_much_runs_before_it(
         holding = asyncio.create_task(thread.run(hold))
         await asyncio.to_thread(is_held.wait)
         sent = [step(service, model) for model in models]
+        created = asyncio.create_task(a_model(service, "zoe", 0))
 
         def all_wait() -> bool:
             reasons = [service.why_waiting(request)[1] or "" for request in sent]
@@ -56,12 +58,15 @@ async def test_a_request_that_waits_for_its_turn_says_how_much_runs_before_it(
 
         await asyncio.to_thread(wait_until, all_wait, "all wait for the engine")
 
+        held = {each.model_id: (each.queue_state, each.queue_reason) for each in service.held()}
         reasons = [service.why_waiting(request) for request in sent]
         may_end.set()
         await holding
 
+        assert held["zoe:train:0"] == ("waiting", FOR_THE_ENGINE)
         assert reasons == [("active", REASON.format(items, 8 * items)) for items in (0, 2, 3, 1)]
         for request in sent:
             result = await service.retrieve(request)
             assert result is not None
             assert b"error" not in result.body
+        await created

@@ -2,6 +2,7 @@
 
 from prometheus_client import REGISTRY
 
+from tinkercloud_worker.engine.turns import turn_waits
 from tinkercloud_worker.head.wire.request_times import (
     MAX_ALL_SPANS,
     MAX_SPANS,
@@ -51,3 +52,17 @@ async def test_a_pause_is_a_part_of_the_wait_also_if_the_request_finds_it_when_i
 
     (span,) = recorder.of_session("s")
     assert (span.accepted, span.started, span.finished, span.paused) == (1.0, 6.0, 9.0, 2.5)
+
+
+async def test_turns_of_others_are_a_part_of_the_wait() -> None:
+    times = iter([1.0, 4.0, 9.0])
+    recorder = SpanRecorder(lambda: next(times))
+
+    async def work() -> None:
+        turn_waits.note(2.0)
+        turn_waits.note(1.0)
+
+    await recorder.timed("s:train:0", "optim_step", "me", work)()
+
+    (span,) = recorder.of_session("s")
+    assert (span.accepted, span.started, span.finished) == (1.0, 7.0, 9.0)

@@ -223,6 +223,24 @@ def test_the_last_loss_of_each_run_in_the_head_is_among_the_metrics() -> None:
     assert losses_of("of-losses") == {}
 
 
+def test_a_step_that_was_refused_for_its_loss_is_among_the_metrics_until_the_next_one() -> None:
+    curves = Curves()
+    run = curves.begin("a", "of-refused")
+    run.count_pass(a_batch(), {"loss:sum": math.nan})
+
+    run.drop_passes()
+
+    assert math.isnan(losses_of("of-refused")["a"])
+    assert run.curve.points == []
+    run.count_pass(a_batch(), {"loss:sum": 3.0})
+    run.drop_passes()
+    assert math.isnan(losses_of("of-refused")["a"])
+    run.count_pass(a_batch(), {"loss:sum": 3.0})
+    run.count_step(1, AdamParams(), 1.0)
+    assert losses_of("of-refused") == {"a": 1.0}
+    curves.depart("a", run)
+
+
 def test_only_so_many_runs_of_a_head_have_a_loss_among_the_metrics() -> None:
     curves = Curves()
     runs = {str(number): curves.begin(str(number), "many") for number in range(MAX_RUNS + 2)}

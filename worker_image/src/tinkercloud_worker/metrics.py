@@ -36,7 +36,7 @@ OWNER_REQUESTS = Counter(
 )
 RUN_LOSS = Gauge(
     "tinkercloud_run_loss",
-    "Loss of the last step that a training run has taken in this head, as the console shows it",
+    "Loss of the last step of a training run in this head; NaN if it was refused because of that",
     ["owner", "run"],
 )
 MAX_RUNS = 200

@@ -22,8 +22,10 @@ from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config import added_models, server_settings, state_folder
 from tinkercloud_api.config.readable import binary_size
 from tinkercloud_api.config.settings import Settings
+from tinkercloud_api.providers.base import HeadFailed
 from tinkercloud_api.providers.head_http_client import open_client
 from tinkercloud_api.providers.head_progress import resident_bytes
+from tinkercloud_api.providers.local.head_folder import HeadFolder
 from tinkercloud_api.providers.model_arguments import ModelNotFoundError, resolve
 from tinkercloud_api.runs.server_disks import LOW_DISK_BYTES
 from tinkercloud_crds import labels
@@ -131,8 +133,21 @@ def _heads(settings: Settings) -> CheckResult:
 async def _durability(settings: Settings) -> CheckResult:
     """Report whether the models of running heads would survive a killed head."""
     async with open_client() as client:
-        records = settings.state_dir.glob("heads/*/head.json")
-        statuses = [await _status(client, record.parent) for record in sorted(records)]
+        records = sorted(settings.state_dir.glob("heads/*/head.json"))
+        statuses = [await _status(client, record.parent) for record in records]
+    silent = [
+        f"{record.parent.name} (process {pid})"
+        for record, status in zip(records, statuses, strict=True)
+        if status is None and (pid := _running_pid(record.parent)) is not None
+    ]
+    if silent:
+        return CheckResult(
+            "durability",
+            is_good=False,
+            detail=f"session heads that do not respond: {', '.join(silent)}",
+            remedy="wait if a model is being loaded; otherwise look at `tinkercloud logs`, and"
+            " `kill -9` the process: the server starts it again, and its runs continue",
+        )
     degraded = [
         status.model_name
         for status in statuses
@@ -173,9 +188,15 @@ def _size(folder: Path) -> int:
 
 def _resident_bytes(record: Path) -> int | None:
     """Return the memory of the head that a record names, or None if it is not running."""
+    pid = _running_pid(record.parent)
+    return resident_bytes(pid) if pid is not None else None
+
+
+def _running_pid(head: Path) -> int | None:
+    """Return the process of the head of a folder, or None if it is not running."""
     try:
-        return resident_bytes(int(json.loads(record.read_text())["pid"]))
-    except (OSError, ValueError, KeyError):
+        return HeadFolder(head).running_pid()
+    except (HeadFailed, OSError):
         return None
 
 

@@ -138,8 +138,8 @@ class Checkpoints:
             raise InvalidRequest(
                 f"the checkpoints of {owner!r} use {size} of {limit} bytes"
                 f" (max_checkpoint_bytes_per_owner), unfinished uploads and copies {unfinished},"
-                f" and this needs at least {size_bytes} more; delete some, or save with"
-                f" ttl_seconds; the largest are {named}"
+                f" and this needs at least {size_bytes} more; delete some, or let some expire; the"
+                f" largest are {named}"
             )
 
     async def manifest(self, path: CheckpointPath, principal: Principal) -> CheckpointManifest:

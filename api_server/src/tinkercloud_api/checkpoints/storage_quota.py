@@ -61,7 +61,7 @@ class StorageQuota:
         if used + size_bytes > limit:
             raise InvalidRequest(
                 f"the checkpoints of tenant {tenant.name!r} use {used} of {limit} bytes"
-                f" (limits.storageBytes), and this needs at least {size_bytes} more; delete some,"
-                " save with ttl_seconds, or ask an administrator to raise the limit. Training"
+                f" (its limit storage_bytes), and this needs at least {size_bytes} more; delete"
+                " some, let some expire, or ask an administrator to raise the limit. Training"
                 " continues, and automatic checkpoints are still saved"
             )

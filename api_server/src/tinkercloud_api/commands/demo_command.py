@@ -35,7 +35,9 @@ def run_demo(
         )
     folder = read_settings(state_dir=state_dir).state_dir.absolute()
     url = server_url(base_url, folder)
-    typer.echo(f"Training {model} on {url}, which takes some minutes", err=True)
+    typer.echo(
+        f"Training {model} on {url}, which takes some minutes; importing the SDK first", err=True
+    )
     # Tokenizers come from the server. The SDK reads the variables when it is imported.
     environment = {**os.environ, "TINKER_BASE_URL": url, "HF_ENDPOINT": f"{url}/hf"}
     options = ["--model", model, "--plot", str(plot), "--state-dir", str(folder)]

@@ -47,6 +47,10 @@ _CURVE_COLUMNS = ["step", *_CURVE_METRICS, "time"]
 _TIMELINE_COLUMNS = [
     *("accepted", "request", "waited s", "paused s", "ran s", "tokens", "of", "request id")
 ]
+_NONE_FINISHED = (
+    "No request has finished since the session head started; whether one computes or waits, and"
+    " why, says: tinkercloud runs show"
+)
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30
 """Sampling sessions of the model's own client count from 0."""
@@ -274,7 +278,7 @@ def show_timeline(
         if as_json:
             typer.echo(json.dumps(found))
         elif not found["requests"]:
-            say_line(found["reason"] or f"The session head remembers no request of run {run}.")
+            say_line(found["reason"] or f"{_NONE_FINISHED} {run}")
         else:
             show(
                 [_request_row(each) for each in found["requests"]], _TIMELINE_COLUMNS, as_json=False

@@ -69,7 +69,8 @@ def make(folder: Path) -> None:
     finish_restore(folder)
     check_version(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # It has the hashes of keys, and the server's secrets.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
         if not (folder / VERSION_FILE).exists():

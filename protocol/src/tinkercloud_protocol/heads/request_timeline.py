@@ -26,7 +26,7 @@ class Span(BaseModel):
     """Tokens that were computed for it: trained, forward, of prompts without cached ones, sampled;
     0 from a head that does not count them."""
     paused: float = 0.0
-    """Seconds, right before it started, in which it waited for its owner: to retrieve results, or
+    """Seconds, before it started, in which it waited for its owner: to retrieve results, or
     for tokens of `tokensPerMinute`; 0 from a head that does not measure them."""
 
 

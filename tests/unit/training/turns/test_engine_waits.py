@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Sequence
 import pytest
 from prometheus_client import REGISTRY
 
+from tinkercloud_worker.engine.turns import turn_waits
 from tinkercloud_worker.engine.turns.engine_thread import EngineThread, NoBackground, PieceLimit
 from tinkercloud_worker.engine.turns.fair_queue import Share
 from tinkercloud_worker.engine.turns.usage_counts import UsageMeter
@@ -120,3 +121,21 @@ async def test_those_that_share_a_pass_do_not_wait_for_each_other(
     found = await counted(thread, passes, ("ann", "a", 3), ("bob", "b", 3))
 
     assert found == {"ann": (0, 1), "bob": (0, 1)}
+
+
+async def test_a_request_knows_how_long_it_waited_for_its_turns(
+    thread: EngineThread, clock: Clock
+) -> None:
+    passes = Passes(clock, share=False)
+
+    async def waited(owner: str) -> float:
+        wait = turn_waits.collect()
+        await thread.run_batched(passes, 3, Share(owner, owner, 3))
+        return wait.seconds
+
+    running = [asyncio.create_task(waited(owner)) for owner in ("ann", "bob")]
+    await asyncio.sleep(0)
+    thread.start(NoBackground())
+
+    # They alternate: ann computes in the seconds 0, 2 and 4.
+    assert await asyncio.gather(*running) == [2, 3]

@@ -1,5 +1,6 @@
 """The curves of a head's models: what each optimizer step reports."""
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ class RunCurve:
         """Create an empty curve.
 
         Args:
-            on_step: called after each step, with what it reports.
+            on_step: called after each step, and after one that was refused because of its loss,
+                with what it reports.
         """
         self.curve = Curve()
         self._on_step = on_step
@@ -93,8 +95,13 @@ class RunCurve:
         self._on_step(values)
 
     def drop_passes(self) -> None:
-        """Forget the passes since the last step, whose gradient was dropped."""
-        self._passes = PassSums()
+        """Forget the passes since the last step, whose gradient was dropped.
+
+        Their loss is not that of a step, but is reported if that is why: if it is not finite.
+        """
+        passes, self._passes = self._passes, PassSums()
+        if passes.weight and not math.isfinite(loss := passes.loss / passes.weight):
+            self._on_step({"loss": loss})
 
     def stored(self, *, has_gradient: bool) -> bytes:
         """Return the curve for the stored state of the run, as JSON.

@@ -137,6 +137,24 @@ class _Hashed:
         return StoredFile(size_bytes=self._size, sha256=self._digest.hexdigest())
 
 
+class _Unbuffered:
+    """Passes bytes on to a file or a pipe, and counts them.
+
+    A stream of tarfile (`w|`) would write its buffer when it is deleted, to a file that is closed.
+    """
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self._output = output
+        self._written = 0
+
+    def write(self, content: bytes) -> int:
+        self._written += len(content)
+        return self._output.write(content)
+
+    def tell(self) -> int:
+        return self._written
+
+
 class Writer:
     """Writes a backup. All methods raise `OSError` if the output can't be written."""
 
@@ -145,7 +163,7 @@ class Writer:
         self._header = header
         self._progress = progress
         self._tar = tarfile.open(  # noqa: SIM115 - `finish` closes it
-            fileobj=output, mode="w|", format=tarfile.PAX_FORMAT
+            fileobj=cast("IO[bytes]", _Unbuffered(output)), mode="w", format=tarfile.PAX_FORMAT
         )
         self._files: dict[str, StoredFile] = {}
         self._write_json(HEADER, header)

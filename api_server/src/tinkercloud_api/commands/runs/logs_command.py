@@ -24,7 +24,10 @@ def show_logs(
         bool, typer.Option("--follow", "-f", help="Print more until Ctrl-C, also of the next head.")
     ] = False,
 ) -> None:
-    """Print the end of the log of a session head on this machine."""
+    """Print the end of the log of a session head on this machine.
+
+    That of a run is the log of its model's head, and has lines of other runs too.
+    """
     from tinkercloud_api.providers.local.head_folder import folder_of
 
     settings = read_settings(state_dir=state_dir)

@@ -43,7 +43,10 @@ _SLOW = (
     "wait if a large model is being saved or loaded; otherwise look at the log of its session head,"
     " or end the run: tinkercloud runs stop {run}"
 )
-_SILENT = "look at the log of its session head; restart the head if that does not continue"
+_SILENT = (
+    "look at the log of its session head; if that does not continue, kill the process of the head"
+    " (`tinkercloud doctor` names it; on Kubernetes, delete its pod), and the next one continues"
+)
 
 
 @router.get("/problems")

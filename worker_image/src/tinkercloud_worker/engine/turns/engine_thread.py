@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tinkercloud_protocol.wire.errors import Unavailable
-from tinkercloud_worker.engine.turns import rank_times
+from tinkercloud_worker.engine.turns import rank_times, turn_waits
 from tinkercloud_worker.engine.turns.fair_queue import Ahead, FairQueue, Share
 from tinkercloud_worker.engine.turns.followers import Followers
 from tinkercloud_worker.engine.turns.neighbours import Neighbours
@@ -161,6 +161,8 @@ class _Job:
     """When it was put in the queue last."""
     rank_times: RankTimes | None = None
     """Where its request collects when ranks ran its commands; None if it does not."""
+    waited: float = 0.0
+    """Seconds that it has been in the queue."""
     left: int = 0
     """Tokens of its share that are not computed."""
     pieces: Pieces[Any] | None = None
@@ -348,7 +350,10 @@ class EngineThread:
                 self._followers.note_sent(share.owner, share.model)
                 self._queue.put(share, job)
             self._wake.notify()
-        return await done
+        try:
+            return await done
+        finally:
+            turn_waits.note(job.waited)
 
     def _await_following(self, jobs: Sequence[_Job]) -> None:
         """Give owners a moment to send the request after a finished one, if it would run first.
@@ -411,12 +416,14 @@ class EngineThread:
         return jobs
 
     def _count_waits(self, jobs: Sequence[_Job]) -> None:
-        """Count how long jobs that compute for a model were in the queue, and those that start."""
+        """Count how long jobs were in the queue, and those that start to compute for a model."""
         for job in jobs:
+            waited = self._now() - job.queued_at
+            job.waited += waited
             if job.share is not None:
                 # One that continues has been counted, and one that repeats a shared pass too.
                 started = int(job.can_join)
-                self._usage.on_wait(job.share.owner, self._now() - job.queued_at, started)
+                self._usage.on_wait(job.share.owner, waited, started)
 
     def _do_timed(self, jobs: Sequence[_Job]) -> None:
         """Run jobs, and count the time that they took without the background steps in it."""

@@ -59,6 +59,8 @@ class EngineModel:
         """How the gradient was lost; None once a request has reported it."""
         self.is_lost = False
         """Whether the engine has lost the model."""
+        self._not_started: set[object] = set()
+        """Jobs without a share that wait for the engine's thread."""
 
     async def run_pass(self, batch: Batch) -> LossOutput:
         """Run a batch in turn with other models."""
@@ -80,15 +82,30 @@ class EngineModel:
 
     def why_waiting(self) -> str | None:
         """Return how much is computed before the running request; None if it does not wait."""
-        return self._backend.thread.why_waiting(self._owner, self._name)
+        before = self._backend.thread.why_waiting(self._owner, self._name)
+        if before is None and self._not_started:
+            return "waiting for the engine, which computes for another request"
+        return before
 
     async def run(self, job: Callable[[], None]) -> None:
         """Run a job on the engine's thread."""
-        await self._unless_lost(self._backend.thread.run(lambda _: job()))
+        started = self._started_by(job)
+        await self._unless_lost(self._backend.thread.run(lambda _: started()))
 
     async def run_lightweight(self, job: Callable[[], T]) -> T:
         """Run a lightweight job on the engine's thread."""
-        return await self._unless_lost(self._backend.thread.run_lightweight(job))
+        started = self._started_by(job)
+        return await self._unless_lost(self._backend.thread.run_lightweight(started))
+
+    def _started_by(self, job: Callable[[], T]) -> Callable[[], T]:
+        """Return a job that counts as waiting until it starts."""
+        self._not_started.add(token := object())
+
+        def run() -> T:
+            self._not_started.discard(token)
+            return job()
+
+        return run
 
     async def _unless_lost(self, result: Awaitable[T]) -> T:
         try:

@@ -14,7 +14,7 @@ import structlog
 
 from tinkercloud_protocol.heads.request_timeline import Span
 from tinkercloud_protocol.wire import request_ids
-from tinkercloud_worker.engine.turns import rank_times
+from tinkercloud_worker.engine.turns import rank_times, turn_waits
 from tinkercloud_worker.engine.turns.rank_times import RankTime
 from tinkercloud_worker.metrics import REQUEST_SECONDS, REQUEST_WAIT_SECONDS
 
@@ -101,7 +101,7 @@ class SpanRecorder:
 
         async def run() -> T:
             started, paused = self._clock(), paused_before()
-            done = _Work()
+            done, turns = _Work(), turn_waits.collect()
             _RUNNING.set(done)
             if self._sender is not None and parent is not None:
                 done.rank_times = rank_times.collect()
@@ -115,6 +115,8 @@ class SpanRecorder:
                 rank_times.stop()
                 finished = self._clock()
                 started, paused = started + done.paused, paused + done.paused
+                _observe(name, accepted, started, finished)
+                started += turns.seconds
                 row = (target, name, accepted, started, finished, request, done.tokens, paused)
                 self._add(row)
                 if self._sender is not None and parent is not None:
@@ -128,11 +130,6 @@ class SpanRecorder:
         return [Span.model_validate(dict(zip(_FIELDS, row, strict=True))) for row in rows]
 
     def _add(self, row: _Row) -> None:
-        _, name, accepted, started, finished, *_ = row
-        # The clock may be set back.
-        kind = _kind_of(name)
-        REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))
-        REQUEST_SECONDS.labels(kind).observe(max(finished - started, 0.0))
         session_id = row[0].partition(":")[0]
         rows = self._sessions.setdefault(session_id, deque(maxlen=MAX_SPANS))
         self._num_spans += len(rows) < MAX_SPANS
@@ -166,6 +163,14 @@ def _send(sender: "SpanSender", parent: str, owner: str, row: _Row, done: _Work)
         # The clock of its node may differ.
         end = max(each.started, each.finished)
         sender.record(f"rank {each.command}", execution, each.started, end, attributes=of_rank)
+
+
+def _observe(name: str, accepted: float, started: float, finished: float) -> None:
+    """Count a request in the metrics, whose waits for the engine are those of owners."""
+    # The clock may be set back.
+    kind = _kind_of(name)
+    REQUEST_WAIT_SECONDS.labels(kind).observe(max(started - accepted, 0.0))
+    REQUEST_SECONDS.labels(kind).observe(max(finished - started, 0.0))
 
 
 def _kind_of(name: str) -> str:
