@@ -246,7 +246,8 @@ def create_key(
 
     check_owner("NAME" if owner is None else "--owner", owner or name)
     key = new_key()
-    limits = ["--role", role, "--expires", expires or "never"]
+    lifetime = f"{expires.total_seconds():.0f}s" if expires is not None else "never"
+    limits = ["--role", role, "--expires", lifetime]
     row = change_catalog(
         state_dir,
         Change("key_create", ["keys", "create", name, "--owner", owner or name, *limits]),
@@ -381,7 +382,7 @@ def list_sessions(
 
 
 def _session_row(session: dict[str, Any]) -> dict[str, str]:
-    kept = [model["state"] for model in session["models"] if model["state"] != "deleted"]
+    kept = [each["run_state"] for each in session["models"] if each["run_state"] != "ended"]
     counts = [f"{kept.count(state)} {state}" for state in dict.fromkeys(kept)]
     models = session["models"]
     more = [f"{left} more"] if (left := session.get("num_models", 0) - len(models)) > 0 else []
@@ -433,7 +434,7 @@ def show_session(
         {
             "kind": "training run",
             "id": model["model_id"],
-            "state": model["state"],
+            "state": model["run_state"],
             "memory": _memory(model),
         }
         for model in usage["models"]
