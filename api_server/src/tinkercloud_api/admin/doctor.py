@@ -146,7 +146,8 @@ async def _durability(settings: Settings) -> CheckResult:
             is_good=False,
             detail=f"session heads that do not respond: {', '.join(silent)}",
             remedy="wait if a model is being loaded; otherwise look at `tinkercloud logs`, and"
-            " `kill -9` the process: the server starts it again, and its runs continue",
+            " `kill -9` the process: the server starts it again, and its runs continue unless"
+            " durability.level is none",
         )
     degraded = [
         status.model_name

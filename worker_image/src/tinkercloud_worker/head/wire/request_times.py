@@ -116,7 +116,8 @@ class SpanRecorder:
                 finished = self._clock()
                 started, paused = started + done.paused, paused + done.paused
                 _observe(name, accepted, started, finished)
-                started += turns.seconds
+                # Jobs of a request may wait at the same time.
+                started = min(started + turns.seconds, max(started, finished))
                 row = (target, name, accepted, started, finished, request, done.tokens, paused)
                 self._add(row)
                 if self._sender is not None and parent is not None:
