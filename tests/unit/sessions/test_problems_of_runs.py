@@ -122,4 +122,4 @@ def test_a_request_that_runs_for_long_is_a_problem_only_after_an_hour() -> None:
 def test_a_head_that_says_nothing_is_a_problem_of_its_runs() -> None:
     (silent,) = problems(RUN, Whereabouts("live", HEAD_IS_SILENT))
 
-    assert "restart the head" in silent.remedy
+    assert "kill the process of the head" in silent.remedy
