@@ -66,3 +66,17 @@ async def test_turns_of_others_are_a_part_of_the_wait() -> None:
 
     (span,) = recorder.of_session("s")
     assert (span.accepted, span.started, span.finished) == (1.0, 7.0, 9.0)
+
+
+async def test_jobs_that_wait_at_the_same_time_make_no_wait_longer_than_their_request() -> None:
+    times = iter([1.0, 4.0, 9.0])
+    recorder = SpanRecorder(lambda: next(times))
+
+    async def work() -> None:
+        turn_waits.note(4.0)
+        turn_waits.note(4.0)
+
+    await recorder.timed("s:train:0", "optim_step", "me", work)()
+
+    (span,) = recorder.of_session("s")
+    assert (span.accepted, span.started, span.finished) == (1.0, 9.0, 9.0)

@@ -128,6 +128,19 @@ async def test_passes_whose_gradient_is_lost_to_a_checkpoint_are_in_no_step(tmp_
     assert metrics["tokens"].mean == 3.0
 
 
+async def test_a_head_reports_the_loss_for_which_it_refuses_a_step(tmp_path: Path) -> None:
+    with a_head(tmp_path.as_uri(), tmp_path, "g") as head:
+        await head.begin()
+        head.add(1)
+        head.send(routes.OPTIM_STEP, 2, adam_params={"learning_rate": 1e38})
+        head.add(3)
+        head.apply(4)
+
+        assert b"gradient contains NaN" in await head.answer(4)
+        assert math.isnan(losses_of("me")[str(MODEL)])
+        assert len(points(head)) == 1
+
+
 async def test_a_lease_says_only_what_has_changed_in_a_curve(tmp_path: Path) -> None:
     with a_head(tmp_path.as_uri(), tmp_path, "g") as head:
         await head.begin()
@@ -228,12 +241,12 @@ def test_a_step_that_was_refused_for_its_loss_is_among_the_metrics_until_the_nex
     run = curves.begin("a", "of-refused")
     run.count_pass(a_batch(), {"loss:sum": math.nan})
 
-    run.drop_passes()
+    run.refuse_step()
 
     assert math.isnan(losses_of("of-refused")["a"])
     assert run.curve.points == []
     run.count_pass(a_batch(), {"loss:sum": 3.0})
-    run.drop_passes()
+    run.refuse_step()
     assert math.isnan(losses_of("of-refused")["a"])
     run.count_pass(a_batch(), {"loss:sum": 3.0})
     run.count_step(1, AdamParams(), 1.0)

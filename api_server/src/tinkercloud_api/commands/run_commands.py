@@ -48,8 +48,8 @@ _TIMELINE_COLUMNS = [
     *("accepted", "request", "waited s", "paused s", "ran s", "tokens", "of", "request id")
 ]
 _NONE_FINISHED = (
-    "No request has finished since the session head started; whether one computes or waits, and"
-    " why, says: tinkercloud runs show"
+    "No request has finished since the session head started. What the run waits for: tinkercloud"
+    " runs show"
 )
 _CHECKPOINT_COLUMNS = ["step", "automatic", "size", "saved", "path"]
 _FIRST_SAMPLER = 1 << 30

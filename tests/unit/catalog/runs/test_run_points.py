@@ -80,7 +80,7 @@ async def test_a_report_that_is_late_changes_nothing(points: RunPoints) -> None:
     await points.record(a_report(extend(curve, 1), len(curve.points) - 1))
     await points.record(late)
 
-    assert ((await points.curves([RUN]))[RUN]).points[-1].steps == 2
+    assert (await points.curves([RUN]))[RUN].points[-1].steps == 2
 
 
 async def test_a_report_of_a_run_that_does_not_exist_is_ignored(points: RunPoints) -> None:

@@ -95,11 +95,16 @@ class RunCurve:
         self._on_step(values)
 
     def drop_passes(self) -> None:
-        """Forget the passes since the last step, whose gradient was dropped.
+        """Forget the passes since the last step, whose gradient was dropped."""
+        self._passes = PassSums()
 
-        Their loss is not that of a step, but is reported if that is why: if it is not finite.
+    def refuse_step(self) -> None:
+        """Drop the passes before a refused step, and report their loss if it is not finite.
+
+        It is no point of the curve: there was no step.
         """
-        passes, self._passes = self._passes, PassSums()
+        passes = self._passes
+        self.drop_passes()
         if passes.weight and not math.isfinite(loss := passes.loss / passes.weight):
             self._on_step({"loss": loss})
 

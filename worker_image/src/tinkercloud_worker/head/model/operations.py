@@ -171,7 +171,7 @@ class Operations:
                 self._count_change()
         except (GradientLost, InvalidRequest):
             # The trainer has zeroed a gradient that is not finite.
-            self.curve.drop_passes()
+            self.curve.refuse_step()
             raise
         self._steps = int(metrics["step"])
         self.curve.count_step(self._steps, params, metrics["grad_norm"])
