@@ -28,8 +28,10 @@ from tinkercloud_api.catalog.schema.tables import (
     TrainingRun,
     UsageHour,
 )
+from tinkercloud_api.catalog.store import Catalog
 
 _TOKENS = "trained_tokens", "forward_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"
+_AUDIT_ENTRIES = 10
 _ADDED_AT = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -57,14 +59,15 @@ async def fill(file: Path, runs: int) -> None:
     """Create a catalog with so many runs."""
     engine = open_database(f"sqlite+aiosqlite:///{file}")
     await migrate(engine)
-    rows = [row for _ in range(runs) for row in rows_of_a_run()]
+    rows = [row for number in range(runs) for row in rows_of_a_run(number)]
     async with engine.begin() as db:
         for kind in dict.fromkeys(kind for kind, _ in rows):
             await db.execute(insert(kind), [values for each, values in rows if each is kind])
+    await Catalog(engine).make_searchable()
     await engine.dispose()
 
 
-def rows_of_a_run() -> list[tuple[type[Table], dict[str, object]]]:
+def rows_of_a_run(number: int) -> list[tuple[type[Table], dict[str, object]]]:
     """Return a run's rows, by table."""
     session, owner, model = str(uuid4()), "ann@example.com", "Qwen/Qwen3-8B"
     run = f"{session}:train:0"
@@ -94,10 +97,13 @@ def rows_of_a_run() -> list[tuple[type[Table], dict[str, object]]]:
         (SamplingSession, {"id": f"{session}:sample:{number}", "run_id": run, **common})
         for number in range(2)
     ]
-    entry = {"owner": owner, "key_id": 1, "event": "model_create"}
     details = {"path": "/api/v1/create_model", "address": "10.0.0.1", "model_id": run}
-    rows += [(AuditEntry, {**entry, "details": details})] * 10
-    return rows
+    entry = {"owner": owner, "key_id": 1, "event": "model_create", "details": details}
+    first = 1 + number * _AUDIT_ENTRIES
+    ids = range(first, first + _AUDIT_ENTRIES)
+    return rows + [
+        (AuditEntry, {**entry, "id": each, "at": _ADDED_AT, "hash": 64 * "0"}) for each in ids
+    ]
 
 
 if __name__ == "__main__":

@@ -40,13 +40,14 @@ from tinkercloud_api.catalog.schema.tables import (
     TrainingRun,
     UsageHour,
 )
+from tinkercloud_api.catalog.store import Catalog
 from tinkercloud_api.config.settings import Settings
 from tinkercloud_api.serve.api_app import Application
 from tinkercloud_protocol.responses.run_states import RunStatus
 from tinkercloud_testing.serving.providers import OneHead
 
 OWNERS, RUNS_OF_A_SESSION, RUNS_OF_A_PROGRAM, ROUNDS = 50, 10, 10, 21
-PROJECT = "research"
+PROJECTS = 200
 STEPS = {"loss": [4, 4.9, 1.1, 1.4, 0], "grad_norm": [4, 2.0, 0.4, 0.6, 0]}
 _TOKENS = "trained_tokens", "forward_tokens", "prefill_tokens", "cached_tokens", "sampled_tokens"
 
@@ -82,13 +83,15 @@ def paths(runs: int) -> Iterable[str]:
     return (
         *(f"/console/{name}" for name in (*lists, "sessions", "playground")),
         "/console/sessions?status=waiting",
-        "/console/runs?search=s9",
+        "/console/runs?search=s99",
         "/console/runs?search=nothing+has+this+name",
+        f"/console/runs?search={project(0)}",
+        "/console/sessions?search=s99",
         *(f"/console/runs?status={status}" for status in get_args(RunStatus)),
         f"/console/usage?month={day:%Y-%m}",
         "/console/users/bootstrap",
         f"/console/programs/{program_id(0)}",
-        f"/console/projects/{PROJECT}",
+        f"/console/projects/{project(0)}",
         f"/console/runs/{one}",
         f"/console/runs/{one}/surplus_checkpoints?keep=1",
         f"/console/compare?{compared}",
@@ -97,7 +100,7 @@ def paths(runs: int) -> Iterable[str]:
         f"/api/v1/usage/month?month={day:%Y-%m}",
         "/api/v1/users/bootstrap/keys",
         f"/api/v1/programs/{program_id(0)}",
-        f"/api/v1/projects/{PROJECT}",
+        f"/api/v1/projects/{project(0)}",
         *(f"/api/v1/runs/{one}{part}" for part in ("", "/curve", "/samples", "/timeline")),
         f"/api/v1/runs/{one}/surplus_checkpoints?keep=1",
     )
@@ -195,21 +198,28 @@ async def fill(url: str, runs: int, points: int) -> None:
         (RunPoint, lambda number: [point(number, each, now) for each in range(points)]),
     ]
     async with engine.begin() as db:
-        project = {"id": PROJECT, "name": PROJECT, "created_at": now, "created_by": owner(0)}
-        await db.execute(insert(Project), [project])
+        names = [project(number * RUNS_OF_A_SESSION) for number in range(PROJECTS)]
+        of_all = {"created_at": now, "created_by": owner(0)}
+        await db.execute(insert(Project), [{"id": name, "name": name, **of_all} for name in names])
         for table, made in rows:
             for start in range(0, runs, 100):
                 some = [
                     row for number in range(start, min(start + 100, runs)) for row in made(number)
                 ]
                 await db.execute(insert(table), some)
+    await Catalog(engine).make_searchable()
     await engine.dispose()
 
 
 def session(number: int, now: datetime) -> dict[str, Any]:
     names = {"id": run_id(number).partition(":")[0], "owner": owner(number), "sdk_version": "1"}
     times = {"created_at": now, "last_heartbeat_at": now}
-    return {**names, **times, "tags": [], "user_metadata": {}}
+    values = {"project_id": project(number), "tags": [], "user_metadata": {}}
+    return {**names, **times, **values}
+
+
+def project(number: int) -> str:
+    return f"research-{number // RUNS_OF_A_SESSION % PROJECTS}"
 
 
 def owner(number: int) -> str:

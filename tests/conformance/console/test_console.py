@@ -189,7 +189,7 @@ def test_runs_are_found_by_what_they_contain(
         found = text(browser.get(f"/console/runs?{urlencode({'search': words})}"))
         assert training.model_id not in found
     found = text(browser.get("/console/runs?search=no+such+run"))
-    assert "No run that you may see contains this text" in found
+    assert "No run that you may see has these words" in found
     stranger = Browser(server).log_in(server.new_key("stranger"))
     theirs = stranger.get(f"/console/runs?{urlencode({'search': training.model_id})}")
     assert f"/console/runs/{training.model_id}" not in theirs.text

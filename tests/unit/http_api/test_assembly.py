@@ -64,6 +64,7 @@ HOUSEKEEPING: list[Noted] = [
     (DeletedRuns, "release_leftovers"),
     (Auditing, "forget"),
     (RunPoints, "forget"),
+    (Catalog, "make_searchable"),
     (ConsoleTokens, "forget"),
     (StoredDays, "measure"),
 ]

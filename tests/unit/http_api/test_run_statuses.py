@@ -198,7 +198,7 @@ async def test_pages_of_a_status_have_each_run_once(world: World) -> None:
 
 
 async def test_a_text_and_a_status_are_searched_together(world: World) -> None:
-    found = (await world.list(search="IMIT", status="waiting")).json()
+    found = (await world.list(search="LIMIT", status="waiting")).json()
 
     assert [run["run_id"] for run in found["runs"]] == ["limited"]
 

@@ -27,6 +27,7 @@ OF_RELEASES = {
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_newest.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_samples.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_session_keys.py",
+    "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_search.py",
     "api_server/src/tinkercloud_api/catalog/migrations/versions/v0_1_0_stops.py",
     "docs/compatibility.md",
     "docs/operate/upgrades.md",

@@ -19,6 +19,11 @@ from tinkercloud_api.catalog.runs.checkpoint_uses import CheckpointUses
 from tinkercloud_api.catalog.runs.counts import Counts
 from tinkercloud_api.catalog.runs.indexed_checkpoints import CheckpointStatements
 from tinkercloud_api.catalog.runs.run_search import RunSearch, runs_that_match
+from tinkercloud_api.catalog.runs.search_terms import (
+    SearchTerms,
+    terms_of_run,
+    terms_of_session,
+)
 from tinkercloud_api.catalog.runs.session_search import Search, matching
 from tinkercloud_api.catalog.runs.uploads import UploadStatements
 from tinkercloud_api.catalog.schema.statements import Page
@@ -42,6 +47,7 @@ class Catalog(
     CheckpointStatements,
     CheckpointUses,
     UploadStatements,
+    SearchTerms,
 ):
     """Queries and updates of the catalog database."""
 
@@ -59,7 +65,7 @@ class Catalog(
             NotFound: its project does not exist any more.
         """
         async with self._writing() as db:
-            db.add(session)
+            db.add_all((session, *terms_of_session(session)))
             if session.project_id is not None:
                 await db.flush()
                 await keep_project(db, session.project_id)
@@ -158,7 +164,8 @@ class Catalog(
 
     async def add_run(self, run: TrainingRun) -> TrainingRun:
         """Record a run; if the id exists, return the existing row."""
-        return await self._insert(run, select(TrainingRun).where(TrainingRun.id == run.id))
+        existing = select(TrainingRun).where(TrainingRun.id == run.id)
+        return await self._insert(run, existing, *terms_of_run(run))
 
     async def run(self, run_id: str) -> TrainingRun | None:
         """Return a run."""

@@ -123,7 +123,10 @@ def list_runs(
     ] = False,
     search: Annotated[
         str,
-        typer.Option(help="List those whose id, name, owner, model, project or metadata has it."),
+        typer.Option(
+            help="List those whose id, name, owner, model, project and metadata have words that"
+            " begin with these."
+        ),
     ] = "",
     status: Annotated[
         str,

@@ -156,6 +156,7 @@ HOUSEKEEPING: tuple[Step[Server], ...] = (
     Step("release ended sessions", lambda s: s.context.locator.deleted.release_leftovers(now())),
     Step("delete old audit entries", lambda s: s.context.auditing.forget(now())),
     Step("delete old curves", _forget_curves),
+    Step("index earlier runs for the search", lambda s: s.context.catalog.make_searchable()),
     Step("forget ended browser sessions", lambda s: s.context.browsers.tokens.forget(now())),
     Step("measure storage", lambda s: s.context.billing.measure(hour_of(now()) // 24)),
 )

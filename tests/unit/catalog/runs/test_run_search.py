@@ -1,14 +1,17 @@
 """Runs are found by what people remember of them, on every database."""
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
+from sqlalchemy import delete, update
 
-from tinkercloud_api.catalog.access.visibility import Visibility
-from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch
+from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
+from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch, runs_that_match
+from tinkercloud_api.catalog.runs.search_terms import MAX_TERMS
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import Session, TrainingRun
+from tinkercloud_api.catalog.schema.tables import SearchTerm, Session, Table, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
 
 ME = Visibility("me")
@@ -21,7 +24,8 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
     await migrate(engine)
     catalog = Catalog(engine)
     await catalog.add_project("project-1", "Reward models", "me")
-    for number, metadata in enumerate(({"task": 'Größe "A"'}, None, {})):
+    metadata_of_runs = ({"task": 'Größe "A" aa ' + 66 * "x"}, None, {"is": "Fine"})
+    for number, metadata in enumerate(metadata_of_runs):
         session = Session(
             id=f"session-{number}",
             owner="me",
@@ -62,9 +66,18 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
         ("100% s", ["run-2"]),
         ("0%s", []),
         ("m%e", []),
+        (" ", ["run-0", "run-1", "run-2"]),
+        ("RUN-1", ["run-1"]),
+        ("me größe Name_0 TIN", ["run-0"]),
+        ("größe name_1", []),
+        ("röße", []),
+        ("ﬁne", ["run-2"]),
+        ("x" * 70, ["run-0"]),
+        ("x" * 63 + "y", []),
+        ("a a a aa", ["run-0"]),
     ],
 )
-async def test_a_search_finds_the_runs_that_contain_a_text(
+async def test_a_search_finds_the_runs_with_words_that_begin_with_those_of_a_text(
     text: str, found: list[str], catalog: Catalog
 ) -> None:
     listed, total = await catalog.runs_by_use(RunSearch(ME, text), Page(0, 10))
@@ -105,3 +118,52 @@ async def test_a_search_finds_no_runs_of_others(catalog: Catalog) -> None:
     found = await catalog.runs_by_use(RunSearch(Visibility("other"), "run"), Page(0, 10))
 
     assert found == ([], 0)
+
+
+async def test_only_so_many_words_of_a_run_are_found(catalog: Catalog) -> None:
+    words = {"words": " ".join(f"w{number}" for number in range(MAX_TERMS))}
+    of_session = {"session_id": "session-0", "owner": "me", "base_model": "t", "spec": {}}
+    await catalog.add_run(TrainingRun(id="run-9", user_metadata=words, **of_session))
+
+    first, _ = await catalog.runs_by_use(RunSearch(ME, "w0"), Page(0, 10))
+    last, _ = await catalog.runs_by_use(RunSearch(ME, f"w{MAX_TERMS - 1}"), Page(0, 10))
+
+    assert [run.id for run in first] == ["run-9"]
+    assert last == []
+
+
+async def test_what_an_earlier_version_has_recorded_is_found_after_the_housekeeping(
+    database_url: str, catalog: Catalog
+) -> None:
+    async def found() -> list[str]:
+        runs, _ = await catalog.runs_by_use(RunSearch(ME, "name_"), Page(0, 10))
+        return sorted(run.id for run in runs)
+
+    engine = open_database(database_url)
+    async with engine.begin() as db:
+        await db.execute(delete(SearchTerm))
+        for table in (Session, TrainingRun):
+            await db.execute(update(table).values(is_searchable=False))
+    await engine.dispose()
+    assert await found() == []
+
+    for _ in range(2):
+        await catalog.make_searchable()
+
+    assert await found() == ["run-0", "run-1", "run-2"]
+
+
+async def test_a_search_reads_no_table_whole(tmp_path: Path) -> None:
+    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
+    await migrate(engine)
+    query = runs_that_match(RunSearch(EVERYTHING, "reward model")).compile(dialect=engine.dialect)
+    values = tuple(query.params[name] for name in query.positiontup or ())
+
+    async with engine.connect() as db:
+        plan = await db.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)
+    steps = [row[-1] for row in plan]
+    await engine.dispose()
+
+    assert any("search_terms" in step for step in steps)
+    tables = [step.split()[1] for step in steps if step.startswith("SCAN") and "INDEX" not in step]
+    assert not {*tables} & {*Table.metadata.tables}

@@ -65,7 +65,7 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
         ({"text": "NAME_1"}, [1]),
         ({"text": "SESSION-"}, [0, 1, 2]),
         ({"text": "12"}, [2]),
-        ({"text": "%"}, [1, 2]),
+        ({"text": "B'$[0]%"}, [1, 2]),
         ({"statuses": [Status(type="client_finished")]}, [2]),
         ({"statuses": [Status(type="client_finished", reasons=["success"])]}, []),
         ({"statuses": [Status(type="cancelled"), Status(type="failed")]}, []),

@@ -7,6 +7,7 @@ from datetime import datetime
 from sqlalchemy import func, or_, select
 
 from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.runs.search_terms import terms_of_session
 from tinkercloud_api.catalog.schema.statements import Page, Statements
 from tinkercloud_api.catalog.schema.tables import STORED, Checkpoint, Session, TrainingRun
 
@@ -137,4 +138,5 @@ class Counts(Statements):
 
     async def ensure_session(self, session: Session) -> Session:
         """Record a session; if the id exists, return the existing row."""
-        return await self._insert(session, select(Session).where(Session.id == session.id))
+        existing = select(Session).where(Session.id == session.id)
+        return await self._insert(session, existing, *terms_of_session(session))

@@ -7,7 +7,7 @@ from datetime import datetime
 from sqlalchemy import ColumnElement, Select, and_, false, func, or_, select
 
 from tinkercloud_api.catalog.access.visibility import Visibility
-from tinkercloud_api.catalog.runs.run_search import session_contains
+from tinkercloud_api.catalog.runs.search_terms import found_sessions
 from tinkercloud_api.catalog.schema.tables import EXPIRED, Session
 
 
@@ -37,7 +37,7 @@ class Search:
     after: tuple[datetime, str] | None = None
     """Creation time and id of the last session of the previous page."""
     text: str = ""
-    """What the id, owner, name, project or metadata contains, in any case."""
+    """Words with which words of the id, owner, name, project or metadata begin, in any case."""
 
 
 def matching(search: Search) -> Select[Session]:
@@ -53,13 +53,7 @@ def matching(search: Search) -> Select[Session]:
     if search.project_ids is not None:
         conditions.append(Session.project_id.in_(search.project_ids))
     if search.text:
-        conditions.append(
-            or_(
-                Session.id.icontains(search.text, autoescape=True),
-                Session.owner.icontains(search.text, autoescape=True),
-                session_contains(search.text),
-            )
-        )
+        conditions.append(found_sessions(search.text))
     if names := _named(search):
         conditions.append(or_(*names))
     if search.statuses is not None:

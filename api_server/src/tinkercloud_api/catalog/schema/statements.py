@@ -85,10 +85,11 @@ class Statements:
             async with self._sessions.begin() as db:
                 yield db
 
-    async def _insert(self, row: RowT, existing: Select[RowT]) -> RowT:
+    async def _insert(self, row: RowT, existing: Select[RowT], *others: Table) -> RowT:
+        """Insert a row, and others with it; if it exists, return the existing one instead."""
         try:
             async with self._writing() as db:
-                db.add(row)
+                db.add_all((row, *others))
         except IntegrityError:
             found = await self._one(existing)
             if found is None:

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Index,
     String,
     TypeDecorator,
+    false,
     select,
     text,
 )
@@ -131,6 +132,10 @@ class Project(Table):
     """A group of sessions that several owners use."""
 
     __tablename__ = "projects"
+    __table_args__ = (
+        Index("projects_newest", "created_at"),
+        Index("projects_by_name", "name", "id"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str]
@@ -191,7 +196,10 @@ class Session(Table):
     """An SDK session: everything that one `ServiceClient` created."""
 
     __tablename__ = "sessions"
-    __table_args__ = (Index("sessions_newest", "created_at", "id"),)
+    __table_args__ = (
+        Index("sessions_newest", "created_at", "id"),
+        Index("sessions_to_index", "is_searchable"),
+    )
 
     id: Mapped[str] = mapped_column(primary_key=True)
     owner: Mapped[str] = mapped_column(index=True)
@@ -208,6 +216,8 @@ class Session(Table):
     """The API key that created it; None if no request did, or before this was recorded."""
     tags: Mapped[list[str]]
     user_metadata: Mapped[dict[str, str]]
+    is_searchable: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """Whether it has its terms (`SearchTerm`); False if an earlier version has recorded it."""
     project: Mapped[str | None] = column_property(
         select(Project.id)
         .where(Project.id == project_id)
@@ -231,6 +241,7 @@ class TrainingRun(Table):
     __tablename__ = "training_runs"
     __table_args__ = (
         Index("training_runs_to_sweep", "is_swept", "deleted_at"),
+        Index("training_runs_to_index", "is_searchable"),
         Index("training_runs_open", "deleted_at", "base_model", "generation"),
         # The order of the list of runs; it counts them by the last column.
         Index(
@@ -269,8 +280,26 @@ class TrainingRun(Table):
     """Since when the text of some samples is kept (`SampleText`); None if it is not kept."""
     is_swept: Mapped[bool] = mapped_column(default=False)
     """Whether state that the head may have written after the deletion has been removed."""
+    is_searchable: Mapped[bool] = mapped_column(default=False, server_default=false())
+    """As `Session.is_searchable`."""
     project: Mapped[str | None] = column_property(_project_of_session(session_id))
     """The project of its session, as `Session.project`; not set in rows that were just added."""
+
+
+class SearchTerm(Table):
+    """A text with which the search finds a session or a run (`catalog.runs.search_terms`)."""
+
+    __tablename__ = "search_terms"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012 - as `type_annotation_map`
+
+    kind: Mapped[str] = mapped_column(primary_key=True)
+    """`session` or `run`."""
+    term: Mapped[str] = mapped_column(
+        String().with_variant(String(collation="C"), "postgresql"), primary_key=True
+    )
+    """The text, which is searched from its beginning, so it is in the order of characters."""
+    id: Mapped[str] = mapped_column(primary_key=True)
+    """Id of the session or run."""
 
 
 class TenantTurn(Table):
@@ -347,6 +376,7 @@ class Program(Table):
     __table_args__ = (
         Index("programs_by_owner", "owner", "created_at"),
         Index("programs_by_phase", "phase"),
+        Index("programs_newest", "created_at"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -380,6 +410,7 @@ class Upload(Table):
     """A checkpoint that is being uploaded or copied; it does not exist until it is finished."""
 
     __tablename__ = "uploads"
+    __table_args__ = (Index("uploads_open", "is_finished", "expires_at"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     """The id of the run of a copy, or of the session of an uploaded adapter's run."""

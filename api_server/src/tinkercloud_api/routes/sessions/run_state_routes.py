@@ -83,7 +83,8 @@ async def list_runs(  # noqa: PLR0917 - query parameters
 ) -> RunList:
     """List runs and how each is doing: the last used first, and those that have ended last.
 
-    `search` selects those whose id, owner, base model, name, project or metadata contains a text.
+    `search` selects those whose id, owner, base model, name, project and metadata have all words of
+    a text, or words that begin with them.
     `status` selects those in a state, or `open`, all that have not ended. `waiting` also finds runs
     whose next request waits, and `running` and `idle` are of models in memory. States other than
     `ended` are looked for in the 500 runs that were used last. Runs of a session head that does
