@@ -4,6 +4,7 @@ Plain ASGI, without FastAPI: bodies are read only as far as routing needs them. 
 ownership of the run or sampling session are checked before anything is sent to a head.
 """
 
+import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
@@ -16,6 +17,7 @@ from tinkercloud_api.access.effects import WORKS
 from tinkercloud_api.access.failed_logins import Throttle
 from tinkercloud_api.console.pages import failure, look_up_session
 from tinkercloud_api.context import Context
+from tinkercloud_api.providers.head_http_client import HeadUnreachable
 from tinkercloud_api.routes.checkpoints import importing
 from tinkercloud_api.routes.models import chat_routes
 from tinkercloud_api.routes.requests.call import Call, Handler
@@ -36,7 +38,12 @@ from tinkercloud_api.web.error_handlers import allowed_methods
 from tinkercloud_protocol.responses import chat_errors
 from tinkercloud_protocol.wire import future_responses, routes
 from tinkercloud_protocol.wire.asgi import Message, Receive, Scope, Send, error_headers, respond
-from tinkercloud_protocol.wire.errors import MethodNotAllowed, Unauthenticated, WireError
+from tinkercloud_protocol.wire.errors import (
+    MethodNotAllowed,
+    Unauthenticated,
+    Unavailable,
+    WireError,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -104,6 +111,17 @@ class HotPaths:
             await route.handler(call)
         except WireError as error:
             await _respond_error(scope, send, error)
+        except HeadUnreachable as error:
+            # Without a response yet, the proxy has made it Unavailable.
+            log.warning("a session head broke off", path=request.path, error=str(error))
+            await _break_off(
+                scope, call, "the session head stopped in the middle of its answer"
+            )
+        except asyncio.CancelledError:
+            # The server waits some seconds for requests when it stops, and cancels the others.
+            if not server.long_polls.is_stopping:
+                raise
+            await _break_off(scope, call, "the server is stopping")
         except Exception:
             log.exception("unexpected error while handling a request", path=call.request.path)
             if call.has_answered:
@@ -176,6 +194,16 @@ async def _reject_method(call: Call, allowed: Collection[str]) -> None:
 
 async def _reject_post(call: Call, allowed: Collection[str]) -> None:
     await reject_in_sequence(call, MethodNotAllowed("POST", call.request.path, allowed))
+
+
+async def _break_off(scope: Scope, call: Call, reason: str) -> None:
+    """End a response, which may have started, with an error, if its format has one for that."""
+    error = Unavailable(f"{reason}; send the request again")
+    if not call.has_answered:
+        await _respond_error(scope, call.send, error)
+    elif call.is_stream:
+        event = chat_errors.error_event(call.request.path, error)
+        await call.send({"type": "http.response.body", "body": event})
 
 
 async def _respond_error(

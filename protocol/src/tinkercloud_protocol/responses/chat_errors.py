@@ -67,3 +67,9 @@ def error_object(path: str, error: WireError) -> dict[str, Any]:
 def error_bytes(path: str, error: WireError) -> bytes:
     """Return the body of an error in JSON; see `error_object`."""
     return orjson.dumps(error_object(path, error))
+
+
+def error_event(path: str, error: WireError) -> bytes:
+    """Return the error as the last event of a stream; see `error_object`."""
+    event = b"event: error\n" if path.startswith(ANTHROPIC) else b""
+    return event + b"data: " + error_bytes(path, error) + b"\n\n"

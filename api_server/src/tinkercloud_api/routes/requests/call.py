@@ -61,11 +61,16 @@ class Call:
     """Whether any part of the response has been sent."""
     status: int | None = None
     """Status of the response; None until the response has started."""
+    is_stream: bool = False
+    """Whether the response is a stream of server-sent events."""
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         """Send a part of the response (ASGI)."""
         self.has_answered = True
         self.status = message.get("status", self.status)
+        if message["type"] == "http.response.start":
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self.is_stream = content_type.startswith(b"text/event-stream")
         await self.raw_send(message)
 
     async def submit(

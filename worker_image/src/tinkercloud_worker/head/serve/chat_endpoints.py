@@ -585,10 +585,8 @@ class _Sending:
 
     async def fail(self, error: WireError) -> None:
         """Send an error."""
-        body = chat_errors.error_bytes(self.path, error)
-        if not self.has_started:
-            headers = error_headers(error)
-            await respond(self.send, body, status=error.status, headers=headers)
+        if self.has_started:
+            await self.last(chat_errors.error_event(self.path, error))
             return
-        event = b"event: error\n" if self.path.startswith(chat_errors.ANTHROPIC) else b""
-        await self.last(event + b"data: " + body + b"\n\n")
+        body, headers = chat_errors.error_bytes(self.path, error), error_headers(error)
+        await respond(self.send, body, status=error.status, headers=headers)
