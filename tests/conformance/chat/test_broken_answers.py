@@ -1,5 +1,7 @@
 """Answers that break off end with an error that the official clients name."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import anthropic
 import openai
 import pytest
@@ -21,6 +23,25 @@ def test_a_stream_of_openai_ends_with_an_error_when_its_head_dies(
 
     with pytest.raises(openai.APIError, match=WHY):
         list(stream)
+
+
+def test_clients_with_more_retries_wait_for_a_server_that_restarts(
+    chat_server: Server, openai_client: openai.OpenAI, anthropic_client: anthropic.Anthropic
+) -> None:
+    short = {"model": CHAT_MODEL, "max_tokens": 1, "messages": MESSAGES}
+    chat_server.kill()
+    with ThreadPoolExecutor() as callers:
+        calls = [
+            callers.submit(create, **short)
+            for create in (
+                openai_client.with_options(max_retries=10).chat.completions.create,
+                anthropic_client.with_options(max_retries=10).messages.create,
+            )
+        ]
+        chat_server.start()
+        answers = [call.result() for call in calls]
+
+    assert [answer.model for answer in answers] == [CHAT_MODEL, CHAT_MODEL]
 
 
 def test_a_stream_of_anthropic_ends_with_an_error_when_its_head_dies(

@@ -47,6 +47,7 @@ async def show_usage(
         rows=_ROWS,
         has_prices=bool(server.settings.prices.models),
         months=[f"{each:%Y-%m}" for each in (first - timedelta(1), first + timedelta(31))],
+        is_current=f"{now():%Y-%m}" <= chosen,
         storage=found.storage,
         twin=f"usage/month?month={chosen}&access_scope=accessible",
         command=f"tinkercloud usage --month {chosen} --all",

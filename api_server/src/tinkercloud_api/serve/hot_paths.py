@@ -114,9 +114,7 @@ class HotPaths:
         except HeadUnreachable as error:
             # Without a response yet, the proxy has made it Unavailable.
             log.warning("a session head broke off", path=request.path, error=str(error))
-            await _break_off(
-                scope, call, "the session head stopped in the middle of its answer"
-            )
+            await _break_off(scope, call, "the session head stopped in the middle of its answer")
         except asyncio.CancelledError:
             # The server waits some seconds for requests when it stops, and cancels the others.
             if not server.long_polls.is_stopping:

@@ -274,8 +274,8 @@ def _welcome(settings: Settings, port: int, key: str | None) -> str:
         f"export TINKER_BASE_URL={url}",
         f"export TINKER_API_KEY={key or 'tml-...'}",
         f"export HF_ENDPOINT={url}/hf    # tokenizers from this server, not the public hub",
-        f"export OPENAI_BASE_URL={url}{routes.OPENAI}    # for OpenAI's clients",
-        f"export ANTHROPIC_BASE_URL={url}{routes.ANTHROPIC}    # for Anthropic's",
+        f"export OPENAI_BASE_URL={url}{routes.OPENAI} OPENAI_API_KEY=$TINKER_API_KEY",
+        f"export ANTHROPIC_BASE_URL={url}{routes.ANTHROPIC} ANTHROPIC_API_KEY=$TINKER_API_KEY",
         "",
         "In a browser: `tinkercloud console` prints a link.",
     ]
