@@ -1,6 +1,8 @@
 """Answers that break off end with an error that the official clients name."""
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import anthropic
 import openai
@@ -31,13 +33,11 @@ def test_clients_with_more_retries_wait_for_a_server_that_restarts(
     short = {"model": CHAT_MODEL, "max_tokens": 1, "messages": MESSAGES}
     chat_server.kill()
     with ThreadPoolExecutor() as callers:
-        calls = [
-            callers.submit(create, **short)
-            for create in (
-                openai_client.with_options(max_retries=10).chat.completions.create,
-                anthropic_client.with_options(max_retries=10).messages.create,
-            )
+        creates: list[Callable[..., Any]] = [
+            openai_client.with_options(max_retries=10).chat.completions.create,
+            anthropic_client.with_options(max_retries=10).messages.create,
         ]
+        calls = [callers.submit(create, **short) for create in creates]
         chat_server.start()
         answers = [call.result() for call in calls]
 

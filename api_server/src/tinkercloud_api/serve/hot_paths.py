@@ -107,24 +107,7 @@ class HotPaths:
         server = self._server()
         request = HotRequest(scope, receive, route.limit.max_bytes(server.settings))
         call = Call(server, request, send, principal, served.recorded)
-        try:
-            await route.handler(call)
-        except WireError as error:
-            await _respond_error(scope, send, error)
-        except HeadUnreachable as error:
-            # Without a response yet, the proxy has made it Unavailable.
-            log.warning("a session head broke off", path=request.path, error=str(error))
-            await _break_off(scope, call, "the session head stopped in the middle of its answer")
-        except asyncio.CancelledError:
-            # The server waits some seconds for requests when it stops, and cancels the others.
-            if not server.long_polls.is_stopping:
-                raise
-            await _break_off(scope, call, "the server is stopping")
-        except Exception:
-            log.exception("unexpected error while handling a request", path=call.request.path)
-            if call.has_answered:
-                raise
-            await _respond_error(scope, send, WireError(chat_errors.INTERNAL_ERROR))
+        await _handle(scope, route, call)
 
     async def _authenticate(self, scope: Scope) -> Principal | None:
         """Return the caller, or None for paths that need no key, without reading the body.
@@ -192,6 +175,28 @@ async def _reject_method(call: Call, allowed: Collection[str]) -> None:
 
 async def _reject_post(call: Call, allowed: Collection[str]) -> None:
     await reject_in_sequence(call, MethodNotAllowed("POST", call.request.path, allowed))
+
+
+async def _handle(scope: Scope, route: HotRoute, call: Call) -> None:
+    """Run the handler of a request, and respond to what it raises."""
+    try:
+        await route.handler(call)
+    except WireError as error:
+        await _respond_error(scope, call.raw_send, error)
+    except HeadUnreachable as error:
+        # Without a response yet, the proxy has made it Unavailable.
+        log.warning("a session head broke off", path=call.request.path, error=str(error))
+        await _break_off(scope, call, "the session head stopped in the middle of its answer")
+    except asyncio.CancelledError:
+        # The server waits some seconds for requests when it stops, and cancels the others.
+        if not call.server.long_polls.is_stopping:
+            raise
+        await _break_off(scope, call, "the server is stopping")
+    except Exception:
+        log.exception("unexpected error while handling a request", path=call.request.path)
+        if call.has_answered:
+            raise
+        await _respond_error(scope, call.raw_send, WireError(chat_errors.INTERNAL_ERROR))
 
 
 async def _break_off(scope: Scope, call: Call, reason: str) -> None:
