@@ -23,7 +23,7 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
     engine = open_database(database_url)
     await migrate(engine)
     catalog = Catalog(engine)
-    await catalog.add_project("project-1", "Reward models", "me")
+    await catalog.add_project("project-1", "Reward models of Straßburg", "me")
     metadata_of_runs = ({"task": 'Größe "A" aa ' + 66 * "x"}, None, {"is": "Fine"})
     for number, metadata in enumerate(metadata_of_runs):
         session = Session(
@@ -72,6 +72,7 @@ async def catalog(database_url: str) -> AsyncIterator[Catalog]:
         ("größe name_1", []),
         ("röße", []),
         ("ﬁne", ["run-2"]),
+        ("straß", ["run-2"]),
         ("x" * 70, ["run-0"]),
         ("x" * 63 + "y", []),
         ("a a a aa", ["run-0"]),

@@ -8,7 +8,7 @@ import re
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import TypeVar
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select, true
@@ -20,6 +20,8 @@ MAX_TERMS = 100
 """Limit of terms of a run or session; later words are not found."""
 _MAX_CHARACTERS = 64
 """Length of terms and of searched words; what follows is ignored."""
+_MAX_TEXT_CHARACTERS = MAX_TERMS * _MAX_CHARACTERS
+"""Characters of a text that are read: metadata may be long, and is indexed on the event loop."""
 _RUN, _SESSION = "run", "session"
 _WORD = re.compile(r"[^\W_]+")
 _BATCH = 100
@@ -104,14 +106,18 @@ def _words(text: str) -> list[str]:
 
 
 def _rows(kind: str, object_id: str, texts: Iterable[str]) -> list[SearchTerm]:
-    terms = dict.fromkeys([_folded(object_id)[:_MAX_CHARACTERS], *_terms(texts)])
-    return [SearchTerm(kind=kind, term=term, id=object_id) for term in islice(terms, MAX_TERMS)]
+    terms = {_folded(object_id)[:_MAX_CHARACTERS]: None}
+    for term in _terms(texts):
+        if len(terms) == MAX_TERMS:
+            break
+        terms[term] = None
+    return [SearchTerm(kind=kind, term=term, id=object_id) for term in terms]
 
 
 def _terms(texts: Iterable[str]) -> Iterable[str]:
     """Yield the texts from the beginning of each part and word on, to the next space."""
     for text in texts:
-        for part in _folded(text).split():
+        for part in _folded(text[:_MAX_TEXT_CHARACTERS]).split():
             yield part[:_MAX_CHARACTERS]
             for word in _WORD.finditer(part):
                 yield part[word.start() : word.start() + _MAX_CHARACTERS]
@@ -123,6 +129,6 @@ def _texts(metadata: Mapping[str, str]) -> Iterable[str]:
 
 
 def _folded(text: str) -> str:
-    """Return a text in one case and form, without what a database cannot store."""
+    """Return a text in lower case and one form, without what a database cannot store."""
     storable = text.replace("\0", " ").encode(errors="ignore").decode()
-    return unicodedata.normalize("NFKC", storable).casefold()
+    return unicodedata.normalize("NFKC", storable).lower()
