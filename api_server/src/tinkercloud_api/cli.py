@@ -214,6 +214,12 @@ def _lifetime(text: str | timedelta) -> timedelta:
     return timedelta(**{_UNITS[found["unit"]]: int(found["number"])})
 
 
+def _shown_lifetime(lifetime: timedelta) -> str:
+    """Return a time as an option takes it, in the largest unit."""
+    of_units = ((unit, timedelta(**{name: 1})) for unit, name in _UNITS.items())
+    return next(f"{lifetime // each}{unit}" for unit, each in of_units if not lifetime % each)
+
+
 @keys_app.command("create")
 def create_key(
     name: Annotated[str, typer.Argument(help="Name of the key, such as its purpose.")],
@@ -246,7 +252,7 @@ def create_key(
 
     check_owner("NAME" if owner is None else "--owner", owner or name)
     key = new_key()
-    lifetime = f"{expires.total_seconds():.0f}s" if expires is not None else "never"
+    lifetime = _shown_lifetime(expires) if expires is not None else "never"
     limits = ["--role", role, "--expires", lifetime]
     row = change_catalog(
         state_dir,
@@ -323,7 +329,7 @@ def rotate_key(
     from tinkercloud_api.catalog.schema.tables import now
 
     key, ends_at = new_key(), now() + overlap
-    arguments = ["keys", "rotate", key_id, "--overlap", overlap]
+    arguments = ["keys", "rotate", key_id, "--overlap", _shown_lifetime(overlap)]
     change = Change("key_rotate", arguments, [f"key {key_id}"])
     row = change_catalog(
         state_dir,

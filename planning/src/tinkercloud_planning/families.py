@@ -203,15 +203,13 @@ def _deepseek(fields: Fields) -> Architecture:
         raise UnknownArchitecture("moe_layer_freq: only 1 can be planned for")
     if fields.flag("attention_bias", default=False):
         raise UnknownArchitecture("attention_bias: only false can be planned for in this family")
-    if not fields.count("n_shared_experts"):
-        raise UnknownArchitecture("n_shared_experts: only 1 or more can be planned for")
     hidden = fields.size("hidden_size")
     mlp = mixture(
         hidden,
         fields.size("moe_intermediate_size"),
         experts=fields.size("n_routed_experts"),
         chosen=fields.size("num_experts_per_tok"),
-        shared=fields.count("n_shared_experts"),
+        shared=fields.size("n_shared_experts"),
     )
     return _assembled(
         fields,

@@ -97,7 +97,7 @@ def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server)
     ]
 
     since = [details["path"] for _, details in entries].index(
-        "tinkercloud keys create lead --owner lead --role user --expires 30 days, 0:00:00"
+        "tinkercloud keys create lead --owner lead --role user --expires 30d"
     )
     assert [(event, details["status"]) for event, details in entries[since:]] == [
         ("key_create", "done"),
@@ -110,6 +110,7 @@ def test_commands_on_the_server_are_recorded_without_secrets(own_server: Server)
         ("key_revoke", "refused"),
         ("key_create", "done"),
     ]
+    assert entries[since + 1][1]["path"].endswith(" --overlap 1d")
     assert entries[since][1]["objects"] == [f"key {made['id']}"]
     assert made["key"] not in log.body.decode()
     shown = own_server.command("audit", "--api-key", admin, "--base-url", own_server.url)

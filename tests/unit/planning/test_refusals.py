@@ -93,3 +93,10 @@ def test_all_fields_that_a_configuration_lacks_are_named_at_once(name: str) -> N
 
     assert set(refused.value.names) == lacking
     assert all(field in str(refused.value) for field in lacking)
+
+
+def test_a_configuration_with_nothing_but_its_type_learns_what_it_lacks() -> None:
+    with pytest.raises(MissingFields) as refused:
+        read({"model_type": "deepseek_v3"})
+
+    assert {"hidden_size", "n_routed_experts", "n_shared_experts"} <= set(refused.value.names)

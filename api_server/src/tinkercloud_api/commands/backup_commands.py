@@ -21,7 +21,7 @@ from tinkercloud_api.commands.common.local_catalog import (
     newest_in_file,
     record_in_file,
 )
-from tinkercloud_api.commands.common.progress import copying
+from tinkercloud_api.commands.common.progress import copying, waiting
 from tinkercloud_api.commands.common.shared import (
     Json,
     Yes,
@@ -36,6 +36,7 @@ app = typer.Typer(help="Make, check and restore backups of a server.", no_args_i
 
 _PIPE = "-"
 _INCOMPLETE = ".incomplete"
+_LOADING = "loading the command and the settings"
 _ToRead = Annotated[str, typer.Argument(help="The backup; - reads standard input.")]
 
 
@@ -65,7 +66,8 @@ def create_backup(
     The file contains hashes of API keys and the server's secrets, and with --journals also training
     data. Settings that are secret are left out.
     """
-    from tinkercloud_api.admin.backup import create
+    with waiting(_LOADING):
+        from tinkercloud_api.admin.backup import create
 
     if file == _PIPE and as_json:
         fail("--json: with -, standard output is the backup; leave --json out")
@@ -91,7 +93,8 @@ def create_backup(
 @app.command("verify")
 def verify_backup(file: _ToRead, *, as_json: Json = False) -> None:
     """Check a backup: its checksums, its catalog, and that it has the checkpoints that it lists."""
-    from tinkercloud_api.admin.backup import verify
+    with waiting(_LOADING):
+        from tinkercloud_api.admin.backup import verify
 
     with (
         _failures(f"check {file}"),
@@ -124,11 +127,12 @@ def restore_backup(
     The backup is checked before anything changes. A restore that is killed has changed everything
     or nothing: the next server or command that uses the folder completes it.
     """
-    from tinkercloud_api.admin.backup import restore
-    from tinkercloud_api.catalog.access.audit_log import RESTORE, RESTORED
+    with waiting(_LOADING):
+        from tinkercloud_api.admin.backup import restore
+        from tinkercloud_api.catalog.access.audit_log import RESTORE, RESTORED
 
-    os.umask(0o077)
-    settings = read_settings(state_dir=state_dir)
+        os.umask(0o077)
+        settings = read_settings(state_dir=state_dir)
     with _failures(f"restore {file}"), _input(file) as (stream, name):
         where = restore.target(settings, replaces=replace)
         if replace:

@@ -83,7 +83,7 @@ class Runs:
         if not ModelSuspended.model_validate_json(answer).is_suspended:
             raise InvalidRequest(
                 f"suspend: training run {run_id} is in use, and its next request would resume it;"
-                " stop its client first, or end the run (suspend: false)"
+                " stop its client first, or end the run: without suspend"
             )
 
     async def end(
