@@ -76,12 +76,14 @@ def create_backup(
     os.umask(0o077)
     settings = read_settings(state_dir=state_dir)
     where = "standard output" if file == _PIPE else file
+    parts = {"--checkpoints": checkpoints, "--journals": journals}
+    options = [name for name, is_included in parts.items() if is_included]
     with _failures(f"write {where}"):
         source = create.sources(settings, checkpoints=checkpoints, journals=journals)
         if file != _PIPE:
             create.check_place(Path(file), source)
         with (
-            _recorded(source.catalog, f"tinkercloud backup create {file}"),
+            _recorded(source.catalog, " ".join(["tinkercloud backup create", file, *options])),
             copying("copied", create.size_of(source)) as progress,
             _output(file) as output,
             _workspace(file) as workspace,
