@@ -1,17 +1,16 @@
 """Runs are found by what people remember of them, on every database."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from sqlalchemy import delete, update
 
-from tinkercloud_api.catalog.access.visibility import EVERYTHING, Visibility
-from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch, runs_that_match
+from tinkercloud_api.catalog.access.visibility import Visibility
+from tinkercloud_api.catalog.runs.run_search import Heads, RunSearch
 from tinkercloud_api.catalog.runs.search_terms import MAX_TERMS
 from tinkercloud_api.catalog.schema.connection import migrate, open_database
 from tinkercloud_api.catalog.schema.statements import Page
-from tinkercloud_api.catalog.schema.tables import SearchTerm, Session, Table, TrainingRun
+from tinkercloud_api.catalog.schema.tables import SearchTerm, Session, TrainingRun
 from tinkercloud_api.catalog.store import Catalog
 
 ME = Visibility("me")
@@ -152,19 +151,3 @@ async def test_what_an_earlier_version_has_recorded_is_found_after_the_housekeep
         await catalog.make_searchable()
 
     assert await found() == ["run-0", "run-1", "run-2"]
-
-
-async def test_a_search_reads_no_table_whole(tmp_path: Path) -> None:
-    engine = open_database(f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}")
-    await migrate(engine)
-    query = runs_that_match(RunSearch(EVERYTHING, "reward model")).compile(dialect=engine.dialect)
-    values = tuple(query.params[name] for name in query.positiontup or ())
-
-    async with engine.connect() as db:
-        plan = await db.exec_driver_sql(f"EXPLAIN QUERY PLAN {query}", values)
-    steps = [row[-1] for row in plan]
-    await engine.dispose()
-
-    assert any("search_terms" in step for step in steps)
-    tables = [step.split()[1] for step in steps if step.startswith("SCAN") and "INDEX" not in step]
-    assert not {*tables} & {*Table.metadata.tables}
