@@ -111,7 +111,8 @@ class KeptSamples:
         last, first = prompt[-_MAX_TOKENS:].tolist(), answer[:_MAX_TOKENS]
         ended = TokenSample(started, last, len(prompt), first, len(answer), self._num_ended)
         run.newest.append(ended)
-        run.newest.sort(key=lambda each: each.started.at)
+        # Samples that start within a tick of the clock have the same time.
+        run.newest.sort(key=lambda each: (each.started.at, each.started.number))
         del run.newest[:-SAMPLES_PER_STEP]
 
     def since(self, revision: int) -> tuple[int, dict[str, list[TokenSample]]]:
